@@ -293,6 +293,7 @@ def test_doctor_names_keys_that_all_can_read(
     assert f"chmod 600 {keys}" not in mends(0o640)
 
 
+@pytest.mark.full
 def test_bench(tiny: str) -> None:
     done = coterie("bench", tiny, "--decode", "8", "--prefill", "32", "--repeat", "1", "--json")
     report = json.loads(done.stdout)

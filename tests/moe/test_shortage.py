@@ -54,6 +54,7 @@ def test_persistent_falls_back_to_two_groups_when_memory_is_refused() -> None:
     assert told["held"] < 0.85
 
 
+@pytest.mark.full
 def test_a_host_tier_that_is_refused_is_halved() -> None:
     told = loaded_with(0.95, "cpu_only")
     assert told["strategy"] == "cpu_only"

@@ -330,6 +330,7 @@ def test_readers_that_lag_hold_no_place_in_the_queue() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.full
 def test_a_crash_is_a_pause_and_the_other_replica_serves_meanwhile() -> None:
     async def test() -> None:
         two = {"specialists.0.replicas": 2, "engine.restart_backoff_s": 0.5}

@@ -69,7 +69,7 @@ def asked(request_id: str, *adapters: AdapterChoice, max_tokens: int = 12) -> As
     return replace(assign(request_id, PROMPT, max_tokens=max_tokens), adapters=tuple(adapters))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["inproc", pytest.param("process", marks=pytest.mark.full)])
 def test_hint_answer_facts_and_faults(transport: str, library: Library) -> None:
     root, choices, sources = library
     oracle = peft_oracle(tiny_checkpoint("llama"))

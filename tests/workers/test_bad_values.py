@@ -38,7 +38,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("unchecked", [False, True])
+@pytest.mark.parametrize("unchecked", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_one_bad_value_fails_one_request(
     unchecked: bool,
     tmp_path: Path,

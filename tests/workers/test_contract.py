@@ -191,7 +191,7 @@ def test_a_full_queue_is_refused_with_a_hint(transport: str) -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", IN_PROCESS_FIRST)
 def test_drain_lets_running_requests_end(transport: str) -> None:
     async def test() -> None:
         async with running(transport, tiny_spec()) as replica:
@@ -219,7 +219,7 @@ def test_close_fails_what_still_runs(transport: str) -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", IN_PROCESS_FIRST)
 def test_a_model_that_cannot_load_says_why(transport: str, tmp_path: os.PathLike[str]) -> None:
     async def test() -> None:
         replica = TRANSPORTS[transport](replace(tiny_spec(), model=str(tmp_path)))

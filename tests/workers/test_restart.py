@@ -50,6 +50,7 @@ def test_a_start_that_the_system_refuses_is_tried_again(monkeypatch: pytest.Monk
     asyncio.run(test())
 
 
+@pytest.mark.full
 def test_a_changed_model_ends_what_ran_and_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     real = WorkerProcess.spawn
     specs: list[WorkerSpec] = []
