@@ -13,16 +13,20 @@ from typing import Any
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.server_process import Served
 
-# a signal handler runs on the loop's thread; this one holds it until a file appears
+# the loop runs a function that holds it until a file appears: the handler itself may interrupt the
+# loop's thread while that holds the lock of the log
 STUCK = """
-import os, signal, time
+import asyncio, os, signal, time
 
-def hold_up_the_loop(number, frame):
+def hold_up_the_loop():
     secret = "words of a prompt"
     while not os.path.exists(os.environ["RELEASE"]):
         time.sleep(0.01)
 
-signal.signal(signal.SIGUSR1, hold_up_the_loop)
+def ask(number, frame):
+    asyncio.get_running_loop().call_soon_threadsafe(hold_up_the_loop)
+
+signal.signal(signal.SIGUSR1, ask)
 """
 WAIT_S = 60.0
 
