@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from coterie.core.events import Delta, Finished
 from coterie.core.plan import Admitted, Assignment, Rejected
@@ -22,6 +21,8 @@ PATH = tiny_checkpoint("llama", seed=3)
 
 @pytest.fixture(scope="module")
 def oracle() -> Any:
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(PATH, dtype=torch.float32).eval()
 
 

@@ -42,6 +42,7 @@ def run(name: str, **environment: str) -> dict[str, str]:
     return dict(re.findall(r"^(\w+): (.*)$", done.stdout, re.M))
 
 
+@pytest.mark.full
 def test_openai(server: Served) -> None:
     printed = run("openai_chat.py", COTERIE_BASE_URL=server.url)
     assert printed["models"] == "chat, batch"

@@ -64,6 +64,7 @@ def test_switched_off_by_environment(tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.full
 def test_broken_compiler_is_explained(tmp_path: Path) -> None:
     broken = tmp_path / "broken-c++"
     broken.write_text("#!/bin/sh\necho 'this compiler is broken' >&2\nexit 1\n")

@@ -42,6 +42,7 @@ def test_a_slice_of_one_language(
     assert code == 0 and report["reproduced"] and report["language"] == "fr"
 
 
+@pytest.mark.full
 def test_items_of_ones_own_in_a_new_language(
     default_model_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.expert_training.batches import Encoded
 from examples.expert_training.loop import Plan, answer, train, validate
@@ -21,7 +20,9 @@ _ROWS = [
 ]
 
 
-def tiny() -> LlamaForCausalLM:
+def tiny() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(3)
     config = LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -32,7 +33,7 @@ def tiny() -> LlamaForCausalLM:
     return model
 
 
-def trained(kind: str, model: LlamaForCausalLM) -> Adapted:
+def trained(kind: str, model: Any) -> Adapted:
     torch.manual_seed(0)
     shape = Shape(kind, text="abcd")
     adapted = Adapted(model, shape, lambda text: [ord(letter) - 90 for letter in text])
@@ -42,6 +43,8 @@ def trained(kind: str, model: LlamaForCausalLM) -> Adapted:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_learns_and_is_read_by_peft_as_the_same_function(kind: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
     model = tiny()
     base = Adapted(model, replace(Shape("lora"), targets=()), lambda _: [])
     before = validate(base, _ROWS)
