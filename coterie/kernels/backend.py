@@ -32,4 +32,9 @@ def make_linear(
         from coterie.kernels.cpu.layers import PackedLinear
 
         return PackedLinear(weights)
-    raise ConfigError(f"unknown kernel backend {backend!r}; use 'reference' or 'cpu'")
+    if backend == "triton":
+        from coterie.kernels.triton.quant_linear import QuantLinear
+
+        supported = QuantLinear.supports(weights)
+        return QuantLinear(weights, device) if supported else ReferenceLinear(weights, device)
+    raise ConfigError(f"unknown kernel backend {backend!r}; use 'reference', 'cpu' or 'triton'")

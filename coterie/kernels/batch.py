@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from coterie.kernels.patch import Patch, PatchStack, Segment
 
 
+# prompts of this many rows that have no earlier tokens need no paged attention
+FRESH_ROWS = 128
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """T rows of S sequences. Query row i of sequence s (0-based among its n rows) attends to the
@@ -41,6 +45,11 @@ class AttentionBatch:
     patches: tuple[Segment, ...] = ()
     # captured steps have their rows' patches here, at a fixed address, and no segments
     patch_rows: PatchRows | None = None
+    # (first row, last row + 1) of prompts with at least FRESH_ROWS rows and nothing before them
+    fresh: tuple[tuple[int, int], ...] = ()
+    # of later parts of prompts with at least as many rows: (first row, last row + 1, number of the
+    # sequence, tokens before it)
+    continued: tuple[tuple[int, int, int, int], ...] = ()
 
 
 def split_batch(batch: AttentionBatch, chunk_tokens: int) -> list[AttentionBatch]:
@@ -193,11 +202,15 @@ class PatchRows:
         sites = [self.table.new_zeros((self.table.shape[1], WORDS))]
         sites += [record.sites for record in numbers if record.sites is not None]
         joined = torch.nn.utils.rnn.pad_sequence(sites, batch_first=True)
-        torch.index_select(joined, 0, torch.tensor(index, device=self.device), out=self.table)
+        chosen = torch.tensor(index, device="cpu")
+        if self.device.type == "cuda":
+            # a copy from other memory waits for the step in flight
+            chosen = chosen.pin_memory().to(self.device, non_blocking=True)
+        torch.index_select(joined, 0, chosen, out=self.table)
         self._filled = places
 
 
-def places_of(segments: Sequence[Segment], device: torch.device) -> Places:
+def places_of(segments: Sequence[tuple[int, int, PatchStack]], device: torch.device) -> Places:
     """Without stacks that only have soft tokens: these have no patches."""
     return tuple(
         [(first, last, stack_record(s, device)) for first, last, s in segments if s.patches]

@@ -35,6 +35,14 @@ class GateRule:
 
 def choose_experts(rule: GateRule, logits: Tensor, penalty: Tensor | None) -> tuple[Tensor, Tensor]:
     """Ids int32 [T, K] on the CPU, weights fp32 [T, K] where the logits are."""
+    ids, weights = choose_in_place(rule, logits, penalty)
+    return ids.to("cpu", torch.int32), weights
+
+
+def choose_in_place(
+    rule: GateRule, logits: Tensor, penalty: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Ids int64 and weights fp32 [T, K], both where the logits are; waits for nothing."""
     scores = torch.softmax(logits, dim=-1)
     if penalty is not None:
         scores = scores + penalty
@@ -47,7 +55,7 @@ def choose_experts(rule: GateRule, logits: Tensor, penalty: Tensor | None) -> tu
         weights = weights / weights.sum(-1, keepdim=True)
     if rule.scale != 1.0:
         weights = weights * rule.scale
-    return ids.to("cpu", torch.int32), weights
+    return ids, weights
 
 
 def _within_groups(rule: GateRule, scores: Tensor, penalised: bool) -> Tensor:
@@ -99,12 +107,25 @@ class ExpertGate:
         return ids, weights
 
     def _in_torch(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return choose_experts(self.rule, *self.logits(hidden))
+
+    def logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """fp32 [T, E], and the penalty [E] of absent experts, both on the device of `hidden`."""
         logits = self.product(hidden.float())
         if self._bias is not None:
             logits = logits + self._bias
+        return logits, self.penalty(logits.device)
+
+    def penalty(self, device: torch.device) -> Tensor | None:
+        """-2 for absent experts and 0 for the others; None if all are there."""
         if self._penalty is not None:
-            self._penalty = self._penalty.to(logits.device)
-        return choose_experts(self.rule, logits, self._penalty)
+            self._penalty = self._penalty.to(device)
+        return self._penalty
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the logits are the product alone, and all experts are one group."""
+        return self._bias is None and self.rule.groups == 1
 
     def _native(self, matrix: abi.Matrix) -> abi.Route:
         rule = self.rule

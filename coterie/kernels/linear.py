@@ -48,6 +48,16 @@ class ReferenceLinear:
         return functional.linear(x.to(self.weight.dtype), self.weight).to(x.dtype)
 
 
+def joined(products: Sequence[ReferenceLinear]) -> ReferenceLinear:
+    """One product over the rows of several, whose matrices become parts of its own."""
+    weights = [DenseWeight(product.weight) for product in products]
+    whole, first = ReferenceLinear(weights, weights[0].tensor.device), 0
+    for product in products:
+        product.weight = whole.weight[first : first + product.out_features]
+        first += product.out_features
+    return whole
+
+
 def _accelerator_dtype(weights: Sequence[Weight]) -> torch.dtype:
     full = all(isinstance(w, DenseWeight) and w.tensor.dtype == torch.float32 for w in weights)
     return torch.float32 if full else torch.bfloat16

@@ -58,6 +58,10 @@ def linear(
 def add(work: Sequence[Work], x: Tensor, y: Tensor) -> None:
     """y [T, out] = W (in_scale * x) in place: out_scale * y + shift + (x a^T) b, in fp32."""
     for rows, columns, patch in work:
+        if _half(x, y, patch):
+            assert patch.a is not None and patch.b is not None
+            y[rows, columns].addmm_(x[rows] @ patch.a.T, patch.b)
+            continue
         changed = y[rows, columns].float()
         if patch.out_scale is not None:
             changed = changed * patch.out_scale
@@ -66,6 +70,13 @@ def add(work: Sequence[Work], x: Tensor, y: Tensor) -> None:
         if patch.a is not None and patch.b is not None:
             changed = changed + (x[rows].float() @ patch.a.float().T) @ patch.b.float()
         y[rows, columns] = changed.to(y.dtype)
+
+
+def _half(x: Tensor, y: Tensor, patch: Patch) -> bool:
+    """Whether two products in bf16 on an accelerator do it, with sums in fp32."""
+    plain = patch.out_scale is None and patch.shift is None
+    low = plain and patch.a is not None and patch.a.dtype == torch.bfloat16
+    return low and y.is_cuda and x.dtype == y.dtype == torch.bfloat16
 
 
 def pick(patches: tuple[Segment, ...], rows: Tensor) -> tuple[Segment, ...]:

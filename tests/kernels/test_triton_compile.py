@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.kernels.hopper import compiled, some_every_time
+
 pytest.importorskip("triton")
 
 B, F, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
@@ -112,23 +114,12 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, Any], int]] = {
     ),
     "silu": ("_silu_mul", {"gate_up": B, "out": B}, {"WIDTH": 3072, "CHUNK": 1024}, 4),
 }
-# shared memory that one block may use on sm_90
-LIMIT_BYTES = 227 * 1024
+EVERY_TIME = ("silu patched",)
 
 
-# the slowest to compile, each a wider twin of one that is compiled every time
-SLOWEST = ("prefill", "norm patched deep", "norm patched wide")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(name, marks=pytest.mark.full) if name in SLOWEST else name for name in CASES],
-)
+@pytest.mark.parametrize("case", some_every_time(CASES, EVERY_TIME))
 def test_compiles_for_hopper(case: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
     from coterie.kernels.triton import attention as triton_attention
     from coterie.kernels.triton import layers as triton_layers
     from coterie.kernels.triton import patches as triton_patches
@@ -136,13 +127,5 @@ def test_compiles_for_hopper(case: str, tmp_path: Any, monkeypatch: pytest.Monke
     name, types, constants, num_warps = CASES[case]
     modules = (triton_attention, triton_layers, triton_patches)
     kernel = next(vars(module)[name] for module in modules if name in vars(module))
-    names = [parameter.name for parameter in kernel.params]
-    signature = {n: "constexpr" if n in constants else types[n] for n in names}
-    fixed = {(names.index(n),): value for n, value in constants.items()}
-    built = compile(
-        ASTSource(kernel, signature, fixed, {}),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": num_warps, "num_stages": 2},
-    )
+    built = compiled(kernel, types, constants, num_warps, aligned=None, num_stages=2)
     assert len(built.asm["cubin"]) > 0
-    assert built.metadata.shared <= LIMIT_BYTES

@@ -19,6 +19,7 @@ from coterie.core.errors import InternalError
 from coterie.kernels.cpu import abi
 from coterie.kernels.cpu.build import native
 from coterie.kernels.cpu.expert_record import dense_parts
+from coterie.kernels.device_record import arranged_parts
 from coterie.kernels.expert_layout import KINDS, ExpertLayout
 
 
@@ -151,8 +152,14 @@ def run_experts_torch(
     results = torch.empty(len(rows), layout.hidden, dtype=torch.float32, device=device)
     for (_, record), (begin, end) in zip(records, ranges, strict=True):
         if end > begin:
-            results[begin:end] = _mlp(layout, dense_parts(layout, record, dtype), rows[begin:end])
+            results[begin:end] = _mlp(layout, _parts(layout, record, dtype), rows[begin:end])
     out[pairs] = results
+
+
+def _parts(layout: ExpertLayout, record: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """On a device records are arranged where its kernels support their layout."""
+    arranged = None if record.device.type == "cpu" else arranged_parts(layout, record, dtype)
+    return dense_parts(layout, record, dtype) if arranged is None else arranged
 
 
 def _by_expert(

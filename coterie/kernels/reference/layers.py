@@ -159,7 +159,9 @@ class HeadLinear:
     """A separate product for every head: x [T, H, in] -> [T, H, out]."""
 
     def __init__(self, weights: Sequence[Weight], backend: str, device: torch.device) -> None:
-        products = [make_linear([weight], backend, device) for weight in weights]
+        # of a GPU one batched product of dense matrices
+        plain = "cpu" if backend == "cpu" else "reference"
+        products = [make_linear([weight], plain, device) for weight in weights]
         self.nbytes = sum(product.nbytes for product in products)
         self._out = products[0].out_features
         self._products = products
@@ -168,6 +170,11 @@ class HeadLinear:
             # [H, in, out]: one batched product instead of one per head
             own = [p.weight for p in products if isinstance(p, ReferenceLinear)]
             self._stacked, self._products = torch.stack(own).transpose(1, 2), []
+
+    @property
+    def stacked(self) -> Tensor | None:
+        """The matrices [H, out, in], if they are dense."""
+        return None if self._stacked is None else self._stacked.transpose(1, 2)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._stacked is not None:
@@ -186,6 +193,17 @@ def write_latent(rows: Tensor, kv_layer: Tensor, slots: Tensor) -> None:
     kv_layer[0, block, 0, slots - block * block_size] = rows.to(kv_layer.dtype)
 
 
-def latent_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    """Causal attention of q [T, heads, rank + rope]; softmax in fp32."""
-    return paged_attention(q, kv_layer.expand(2, -1, -1, -1, -1), batch, scale)
+def latent_attention(
+    wide: Tensor,
+    turned: Tensor,
+    kv_layer: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    attention: Attention | None = None,
+) -> Tensor:
+    """Causal attention of queries wide [T, heads, rank] and turned [T, heads, rope] over a cache
+    with one plane: [T, heads, rank]. `attention`: one that supports such a cache."""
+    q = torch.cat((wide, turned), dim=-1)
+    if attention is None:
+        attention, kv_layer = paged_attention, kv_layer.expand(2, -1, -1, -1, -1)
+    return attention(q, kv_layer, batch, scale)[..., : wide.shape[-1]]

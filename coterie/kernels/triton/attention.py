@@ -25,7 +25,7 @@ _PROGRAMS, _MAX_SPLITS = 264, 64
 
 
 @triton.jit
-def _sequence_of(query_starts, tile, num_sequences, QUERIES: tl.constexpr):
+def sequence_of(query_starts, tile, num_sequences, QUERIES: tl.constexpr):
     """Sequence s owns the tiles from query_starts[s] // QUERIES + s on; find tile's owner."""
     left = 0
     right = num_sequences
@@ -115,7 +115,7 @@ def _attend(
     DECODE: tl.constexpr,
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence = tile if DECODE else _sequence_of(query_starts, tile, num_sequences, QUERIES)
+    sequence = tile if DECODE else sequence_of(query_starts, tile, num_sequences, QUERIES)
     begin = tl.load(query_starts + sequence)
     count = tl.load(query_starts + sequence + 1) - begin
     first = 0 if DECODE else (tile - begin // QUERIES - sequence) * QUERIES

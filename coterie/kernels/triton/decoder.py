@@ -78,7 +78,7 @@ def decoder(
     return hidden if delta is None else hidden + delta
 
 
-WIDE = KINDS.index("wide")
+DEEP, WIDE = KINDS.index("deep"), KINDS.index("wide")
 # the most elements of a matrix that fit the registers of one program
 _TILE, _TILE_WIDE = 32768, 16384
 
@@ -155,6 +155,7 @@ def norm_rows(
     widest = triton.next_power_of_2(max(width, inner))
     sizes = sizes_of(rows, width)
     tile = _TILE_WIDE if rows.kind == WIDE else _TILE
+    ranks = max(2, min(RANKS, tile // widest))
     _norm_rows[(count, max(1, len(parts) * sizes.shares))](
         hidden,
         product.y if product else hidden,
@@ -178,8 +179,9 @@ def norm_rows(
         PARTS=len(parts),
         SHARES=sizes.shares,
         ADD=product is not None,
-        RANKS=max(2, min(RANKS, tile // widest)),
-        KIND=rows.kind,
+        RANKS=ranks,
+        # fewer ranks at a time than there may be: in a loop
+        KIND=max(rows.kind, DEEP) if ranks < RANKS else rows.kind,
         ALIGN=sizes.columns // 16,
         num_warps=min(16, max(1, widest // sizes.columns)),
     )

@@ -142,10 +142,12 @@ def _silu_mul(gate_up, out, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     tl.store(out + row * WIDTH + column, (silu * up.to(tl.float32)).to(gate.dtype), mask=inside)
 
 
-def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_norm(
+    hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor | None = None
+) -> Tensor:
     """hidden += delta (in place), then rms_norm(hidden) * weight; weight in hidden's dtype."""
     rows, width = hidden.shape
-    normed = torch.empty_like(hidden)
+    normed = torch.empty_like(hidden) if out is None else out
     _add_norm[(rows,)](
         hidden,
         hidden if delta is None else delta,

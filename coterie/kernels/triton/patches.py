@@ -56,6 +56,16 @@ def _tile(
 
 
 @triton.jit
+def request_columns(site, column, inside, width, RANKS: tl.constexpr):
+    """The given columns [groups, columns] of a site's a, in bf16: [groups, RANKS, columns]."""
+    address, rank, _ = _matrix(site, _A)
+    r = tl.arange(0, RANKS)
+    place = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16)
+    place = place + r[None, :, None] * width + column[:, None, :]
+    return tl.load(place, mask=(r < rank)[None, :, None] & inside[:, None, :], other=0)
+
+
+@triton.jit
 def _vector(site, WORD: tl.constexpr, column, inside, missing):
     address = tl.load(site + WORD)
     place = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16) + column
@@ -88,6 +98,17 @@ def _fetch(first, nbytes):
         """{ .reg .pred p; elect.sync _|p, 0xffffffff;
         @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }""",
         "=r,l,r", [first, size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def fetch_lines(first, nbytes):
+    """Prefetch several ranges of memory, one by each thread of the first warp. For a tensor of
+    addresses and one of bytes, multiples of 16."""
+    tl.inline_asm_elementwise(
+        """{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, 32;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }""",
+        "=r,l,r", [first, nbytes], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 

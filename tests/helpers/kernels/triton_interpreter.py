@@ -84,6 +84,11 @@ def random_batch(
     return batch, sum(counts)
 
 
+def on_host() -> torch.device:
+    """For tensors that are in the host's memory when the same cases run on a device."""
+    return torch.device("cpu")
+
+
 def relative(got: Tensor, want: Tensor) -> float:
     got, want = got.double(), want.double()
     error = ((got - want).norm() / want.norm()).item()

@@ -1,0 +1,517 @@
+"""Triton kernels for the experts of few rows: one product per (row, expert) pair.
+
+Three kernels: `route` (norm, gate, top-k by its last program), `gate_up`, `down` (with the sum over
+experts and the residual). An expert is found by its place: a 64-bit offset from the beginning of
+the pool, in units of 16 bytes, which may lead out of the pool into other memory that the device
+reads.
+Records: `device_record`. With PDL see `gemv`; `down` requests its weights before `gate_up` has
+ended, because `route` has told it the places.
+"""
+
+# Jitted functions are compiled by Triton: their arguments have no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from coterie.kernels.device_record import UNIT_BYTES, DeviceRecord, dense_matrices
+from coterie.kernels.expert_gate import GateRule
+from coterie.kernels.triton.gemv import (
+    both_times_x,
+    load_if,
+    nibble,
+    request_rows,
+    scale_and_minimum,
+    times_x,
+)
+from coterie.kernels.triton.int4_rows import int4_pair_down, int4_pair_gate_up
+
+
+@triton.jit
+def _rank_and_store(
+    logits, places, penalty, ids, chosen, weights,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr,
+    SCALE: tl.constexpr, EQUAL: tl.constexpr, PENALTY: tl.constexpr,
+):  # fmt: skip
+    """Top-k of one row's logits by one comparison of all with all; ties go to the lower index.
+    `places`: those of all experts, already loaded."""
+    e = tl.arange(0, PADDED)
+    inside = e < EXPERTS
+    v = tl.load(logits + e, mask=inside, other=-float("inf"), cache_modifier=".cg")
+    ranked = v
+    if PENALTY:
+        absent = tl.load(penalty + e, mask=inside, other=-2.0) < 0
+        ranked = tl.where(absent, -float("inf"), v)
+    ahead = (ranked[:, None] > ranked[None, :]) | (
+        (ranked[:, None] == ranked[None, :]) & (e[:, None] < e[None, :])
+    )
+    rank = tl.sum(ahead.to(tl.int32), 0)
+    keep = (rank < TOP_K) & inside
+    share = tl.where(inside, tl.exp(v - tl.max(v, 0)), 0.0)
+    if EQUAL:
+        weight = tl.full([PADDED], SCALE, tl.float32)
+    else:
+        counted = tl.where(keep, share, 0.0) if NORMALISE else share
+        weight = share / tl.sum(counted, 0) * SCALE
+    tl.store(ids + rank, e, mask=keep)
+    tl.store(chosen + rank, places, mask=keep)
+    tl.store(weights + rank, weight, mask=keep)
+
+
+@triton.jit
+def _route(
+    x, gain, gate, places, penalty, logits, counts, ids, chosen, weights, norms, eps,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr,
+    SCALE: tl.constexpr, EQUAL: tl.constexpr, PENALTY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Gate logits of rms_norm(x[t]) * gain, and their top-k by the last program of each row.
+    norms[t]: the norm's scale, which `gate_up` needs. counts[t] is 0 before and after."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < EXPERTS
+    if PDL:
+        gdc_launch_dependents()
+    EVEN: tl.constexpr = WIDTH == WIDE and EXPERTS % ROWS == 0
+    tile, _ = request_rows(gate, gate, row, live, WIDTH, WIDE, 0, EVEN)
+    e = tl.arange(0, PADDED)
+    known = tl.load(places + e, mask=e < EXPERTS, other=0)
+    if PDL:
+        gdc_wait()
+    at = tl.program_id(1).to(tl.int64)
+    total, squares = times_x(tile, tile, x + at * WIDTH, gain, ROWS, WIDTH, WIDE, 0, True)
+    scale = tl.rsqrt(squares / WIDTH + eps)
+    tl.store(logits + at * EXPERTS + row, total * scale, mask=live)
+    tl.store(norms + at, scale)
+    tl.debug_barrier()
+    before = tl.atomic_add(counts + at, 1, sem="acq_rel")
+    if before == tl.num_programs(0) - 1:
+        tl.store(counts + at, 0)
+        _rank_and_store(
+            logits + at * EXPERTS, known, penalty, ids + at * TOP_K, chosen + at * TOP_K,
+            weights + at * TOP_K,
+            EXPERTS, PADDED, TOP_K, NORMALISE, SCALE, EQUAL, PENALTY,
+        )  # fmt: skip
+
+
+@triton.jit
+def _choose(
+    logits, places, penalty, ids, chosen, weights,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr,
+    SCALE: tl.constexpr, EQUAL: tl.constexpr, PENALTY: tl.constexpr,
+):  # fmt: skip
+    """Top-k of each row's logits, one program per row."""
+    at = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, PADDED)
+    known = tl.load(places + e, mask=e < EXPERTS, other=0)
+    _rank_and_store(
+        logits + at * EXPERTS, known, penalty, ids + at * TOP_K, chosen + at * TOP_K,
+        weights + at * TOP_K,
+        EXPERTS, PADDED, TOP_K, NORMALISE, SCALE, EQUAL, PENALTY,
+    )  # fmt: skip
+
+
+# the number of rows changes from step to step: specialising on it would compile while serving
+@triton.jit(do_not_specialize=["count"])
+def _choose_rows(
+    logits, places, penalty, ids, chosen, weights, count,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr,
+    SCALE: tl.constexpr, EQUAL: tl.constexpr, PENALTY: tl.constexpr, ROWS: tl.constexpr,
+    SHIFT: tl.constexpr,
+):  # fmt: skip
+    """As `_choose` for many rows: ROWS of them in a program, which takes the best TOP_K times. A
+    key has a logit's bits in the order of integers, and below them the index, lowest first."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    e = tl.arange(0, PADDED)
+    live, inside = row < count, e < EXPERTS
+    mask = live[:, None] & inside[None, :]
+    v = tl.load(logits + row[:, None] * EXPERTS + e[None, :], mask=mask, other=-float("inf"))
+    greatest = tl.max(v, 1)
+    total = tl.sum(tl.where(inside[None, :], tl.exp(v - greatest[:, None]), 0.0), 1)
+    bits = v.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    key = (key << SHIFT) + (PADDED - 1 - e)[None, :]
+    lowest: tl.constexpr = -(1 << 62)
+    if PENALTY:
+        absent = tl.load(penalty + e, mask=inside, other=-2.0) < 0
+        key = tl.where(absent[None, :], lowest, key)
+    key = tl.where(inside[None, :], key, lowest)
+    if NORMALISE:
+        total = tl.zeros([ROWS], tl.float32)
+    for k in tl.static_range(TOP_K):
+        best = tl.max(key, 1)
+        key = tl.where(key == best[:, None], lowest, key)
+        index = (PADDED - 1 - (best & (PADDED - 1))).to(tl.int32)
+        order = (best >> SHIFT).to(tl.int32)
+        own = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+        share = tl.exp(own - greatest)
+        if NORMALISE:
+            total += share
+        at = row * TOP_K + k
+        tl.store(ids + at, index, mask=live)
+        tl.store(chosen + at, tl.load(places + index, mask=live, other=0), mask=live)
+        tl.store(weights + at, share, mask=live)
+    # each thread reads what it wrote
+    for k in tl.static_range(TOP_K):
+        at = row * TOP_K + k
+        weight = tl.full([ROWS], SCALE, tl.float32)
+        if not EQUAL:
+            weight = tl.load(weights + at, mask=live, other=0) / total * SCALE
+        tl.store(weights + at, weight, mask=live)
+
+
+@triton.jit
+def _pair_gate_up(
+    x, gain, norms, chosen, pool, pool_scales, out,
+    SCALES_AT: tl.constexpr, UNIT: tl.constexpr, SCALE_UNIT: tl.constexpr,
+    PAIRS: tl.constexpr, TOP_K: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """out[pair, i] = silu(gate) * up of x[pair // TOP_K]; with NORM x is not normed yet."""
+    program = tl.program_id(0)
+    pair = program % PAIRS
+    row = (program // PAIRS) * ROWS + tl.arange(0, ROWS)
+    live = row < INNER
+    if PDL:
+        gdc_wait()
+        # only now: `down` reads the places before it waits
+        gdc_launch_dependents()
+    place = tl.load(chosen + pair, cache_modifier=".cg")
+    weight = pool + place * UNIT
+    scales = pool_scales + (place * SCALE_UNIT + SCALES_AT)
+    EVEN: tl.constexpr = WIDTH == PADDED and INNER % ROWS == 0
+    gates, gate_scales = request_rows(weight, scales, row, live, WIDTH, PADDED, KIND, EVEN)
+    ups, up_scales = request_rows(weight, scales, row + INNER, live, WIDTH, PADDED, KIND, EVEN)
+    at = (pair // TOP_K).to(tl.int64)
+    own = x + at * WIDTH
+    if PDL:
+        # takes no time; the compiler moves no request behind it, where the products wait for x
+        gdc_wait()
+    if NORM:
+        scale = tl.load(norms + at)
+    gate, up, _ = both_times_x(
+        gates, gate_scales, ups, up_scales, own, gain, ROWS, WIDTH, PADDED, KIND, NORM
+    )
+    if NORM:
+        gate, up = gate * scale, up * scale
+    acts = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + pair.to(tl.int64) * INNER + row, acts.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _down_tile(
+    weight, scales, row, live, chunk: tl.constexpr,
+    INNER: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Part `chunk` of the columns of some rows of all experts: [rows, experts, columns]."""
+    WORDS: tl.constexpr = CHUNK // 8 if KIND == 2 else CHUNK
+    STRIDE: tl.constexpr = INNER // 8 if KIND == 2 else INNER
+    column = chunk * WORDS + tl.arange(0, WORDS)
+    inside = live & (column < STRIDE)[None, None, :]
+    place = weight[None, :, None] + row[:, None, None] * STRIDE + column[None, None, :]
+    tile = load_if(place, inside, EVEN)
+    if KIND == 0:
+        own = tile
+    else:
+        group = chunk * (CHUNK // 32) + tl.arange(0, CHUNK // 32)
+        inside = live & (group < INNER // 32)[None, None, :]
+        place = scales[None, :, None] + row[:, None, None] * (INNER // 32) + group[None, None, :]
+        own = load_if(place, inside, EVEN)
+    return tile, own
+
+
+@triton.jit
+def _down_values(
+    acts, k, used, chunk: tl.constexpr,
+    INNER: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The activations of each expert [experts, columns] for one chunk; int4 loads them later."""
+    value = k
+    if KIND != 2:
+        column = tl.arange(0, CHUNK)
+        inside = used[:, None] & (column < INNER - chunk * CHUNK)[None, :]
+        value = load_if(acts + k[:, None] * INNER + chunk * CHUNK + column[None, :], inside, EVEN)
+    return value
+
+
+@triton.jit
+def _down_products(
+    tile, scales, value, acts, k, used, chunk: tl.constexpr,
+    INNER: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr,
+    KIND: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """[rows, experts, part of the columns]: products of one chunk with the activations of each
+    expert, not summed yet over the last dimension."""
+    own = acts + k[:, None] * INNER + chunk * CHUNK
+    left: tl.constexpr = INNER - chunk * CHUNK
+    if KIND == 2:
+        word = tl.arange(0, CHUNK // 8)
+        first = (word // 4) * 32 + word % 4
+        inside = used[:, None] & (word < left // 8)[None, :]
+        total = tl.zeros([ROWS, EXPERTS, CHUNK // 8], tl.float32)
+        sums = tl.zeros([EXPERTS, CHUNK // 8], tl.float32)
+        for j in tl.static_range(8):
+            at = own + first[None, :] + 4 * j
+            value = load_if(at, inside, EVEN).to(tl.float32)
+            sums += value
+            total += nibble(tile, j) * (value * (1.0 / 16 ** (j % 4)))[None, :, :]
+        scale, minimum = scale_and_minimum(scales)
+        grouped = tl.sum(tl.reshape(total, [ROWS, EXPERTS, CHUNK // 32, 4]), 3)
+        each = tl.sum(tl.reshape(sums, [EXPERTS, CHUNK // 32, 4]), 2)
+        result = grouped * scale + minimum * each[None, :, :]
+    else:
+        result = tile.to(tl.float32) * value.to(tl.float32)[None, :, :]
+        if KIND == 1:
+            grouped = tl.sum(tl.reshape(result, [ROWS, EXPERTS, CHUNK // 32, 32]), 3)
+            result = grouped * scales.to(tl.float32)
+    return result
+
+
+@triton.jit
+def _pair_down(
+    acts, chosen, weights, pool, pool_scales, hidden,
+    DOWN_AT: tl.constexpr, SCALES_AT: tl.constexpr, UNIT: tl.constexpr, SCALE_UNIT: tl.constexpr,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, KIND: tl.constexpr,
+    ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """hidden[t] (+)= sum over k of weights[t, k] * down of acts[t, k], in the order of k. The first
+    chunks of the weights are requested before the wait."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = tl.program_id(1).to(tl.int64)
+    k = tl.arange(0, EXPERTS)
+    used = k < TOP_K
+    live = (row < WIDTH)[:, None, None] & used[None, :, None]
+    if PDL:
+        gdc_launch_dependents()
+    place = tl.load(chosen + at * TOP_K + k, mask=used, other=0, cache_modifier=".cg")
+    weight = pool + (place * UNIT + DOWN_AT)
+    scales = pool_scales + (place * SCALE_UNIT + SCALES_AT)
+    own = acts + at * TOP_K * INNER
+    EVEN: tl.constexpr = INNER % CHUNK == 0 and WIDTH % ROWS == 0 and TOP_K == EXPERTS
+    # fmt: off
+    tile_0, scales_0 = _down_tile(weight, scales, row, live, 0, INNER, CHUNK, KIND, EVEN)
+    if CHUNKS > 1:
+        tile_1, scales_1 = _down_tile(weight, scales, row, live, 1, INNER, CHUNK, KIND, EVEN)
+    if CHUNKS > 2:
+        tile_2, scales_2 = _down_tile(weight, scales, row, live, 2, INNER, CHUNK, KIND, EVEN)
+    if PDL:
+        gdc_wait()
+    # everything at once: each load between barriers would cost a trip to L2
+    values_0 = _down_values(own, k, used, 0, INNER, CHUNK, KIND, EVEN)
+    if CHUNKS > 1:
+        values_1 = _down_values(own, k, used, 1, INNER, CHUNK, KIND, EVEN)
+    if CHUNKS > 2:
+        values_2 = _down_values(own, k, used, 2, INNER, CHUNK, KIND, EVEN)
+    share = tl.load(weights + at * TOP_K + k, mask=used, other=0)
+    target = hidden + at * WIDTH + row
+    if ADD:
+        before = tl.load(target, mask=row < WIDTH, other=0).to(tl.float32)
+    total = _down_products(
+        tile_0, scales_0, values_0, own, k, used, 0, INNER, CHUNK, ROWS, EXPERTS, KIND, EVEN)
+    if CHUNKS > 1:
+        total += _down_products(
+            tile_1, scales_1, values_1, own, k, used, 1, INNER, CHUNK, ROWS, EXPERTS, KIND, EVEN)
+    if CHUNKS > 2:
+        total += _down_products(
+            tile_2, scales_2, values_2, own, k, used, 2, INNER, CHUNK, ROWS, EXPERTS, KIND, EVEN)
+    for chunk in tl.static_range(3, CHUNKS):
+        tile, more = _down_tile(weight, scales, row, live, chunk, INNER, CHUNK, KIND, EVEN)
+        values = _down_values(own, k, used, chunk, INNER, CHUNK, KIND, EVEN)
+        total += _down_products(
+            tile, more, values, own, k, used, chunk, INNER, CHUNK, ROWS, EXPERTS, KIND, EVEN)
+    # fmt: on
+    y = tl.sum(tl.sum(total, 2) * share[None, :], 1)
+    if ADD:
+        y += before
+    tl.store(target, y.to(hidden.dtype.element_ty), mask=row < WIDTH)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPool:
+    """The experts of a layer on the device: `places[e]` in units of 16 bytes from `base`."""
+
+    base: Tensor
+    places: Tensor
+    record: DeviceRecord
+
+    def views(self) -> tuple[Tensor, Tensor, dict[str, int]]:
+        """The pool typed as matrices and as scales, and what kernels need to find the parts."""
+        record = self.record
+        types = {
+            "fp32": (torch.float32, torch.float32, 0),
+            "bf16": (torch.bfloat16, torch.bfloat16, 0),
+            "int8": (torch.int8, torch.float16, 1),
+            "int4": (torch.int32, torch.int32, 2),
+        }
+        own, scale, kind = types[record.kind]
+        sizes = {
+            "UNIT": UNIT_BYTES // own.itemsize,
+            "SCALE_UNIT": UNIT_BYTES // scale.itemsize,
+            "KIND": kind,
+            "INNER": record.intermediate,
+            "WIDTH": record.hidden,
+        }
+        return self.base.view(own), self.base.view(scale), sizes
+
+    def at(self, nbytes: int, *, scales: bool = False) -> int:
+        """A place in a record as a number of elements of the typed pool."""
+        matrices, own_scales, _ = self.views()
+        return nbytes // (own_scales if scales else matrices).element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class PairSizes:
+    """Rows and warps of the programs of `gate_up` and `down`, and columns of a chunk of `down`."""
+
+    gate_up_rows: int
+    gate_up_warps: int
+    down_rows: int
+    down_warps: int
+    down_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRows:
+    """The chosen experts of T rows: ids int32, places int64 and weights fp32 [T, K]; and the norms'
+    scales fp32 [T]."""
+
+    ids: Tensor
+    places: Tensor
+    weights: Tensor
+    norms: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, top_k: int, device: torch.device | str) -> RoutedRows:
+        shape = (rows, top_k)
+        return cls(
+            torch.zeros(shape, dtype=torch.int32, device=device),
+            torch.zeros(shape, dtype=torch.int64, device=device),
+            torch.zeros(shape, dtype=torch.float32, device=device),
+            torch.zeros(rows, dtype=torch.float32, device=device),
+        )
+
+
+def _rule(rule: GateRule, experts: int, penalty: Tensor | None) -> dict[str, Any]:
+    return {
+        "EXPERTS": experts,
+        "PADDED": triton.next_power_of_2(experts),
+        "TOP_K": rule.top_k,
+        "NORMALISE": rule.normalise,
+        "SCALE": rule.scale,
+        "EQUAL": rule.equal,
+        "PENALTY": penalty is not None,
+    }
+
+
+# more rows are ranked several in a program
+MANY_ROWS = 512
+
+
+def _launch(dependent: bool) -> dict[str, Any]:
+    return {"PDL": dependent, **({"launch_pdl": True} if dependent else {})}
+
+
+def route(
+    x: Tensor, gain: Tensor, eps: float, gate: Tensor, rule: GateRule, penalty: Tensor | None,
+    places: Tensor, scratch: tuple[Tensor, Tensor], out: RoutedRows, dependent: bool = False,
+) -> None:  # fmt: skip
+    """The experts of rms_norm(x [T, D]) * gain. `scratch`: logits fp32 [T, E], and zeros int32 [T]
+    which stay zeros. Rules with groups are not supported."""
+    experts, width = gate.shape
+    logits, counts = scratch
+    _route[(experts, len(x))](
+        x, gain, gate, places, gate if penalty is None else penalty, logits, counts,
+        out.ids, out.places, out.weights, out.norms, eps,
+        WIDTH=width, WIDE=triton.next_power_of_2(width), ROWS=1,
+        **_rule(rule, experts, penalty), **_launch(dependent), num_warps=4,
+    )  # fmt: skip
+
+
+def choose(
+    logits: Tensor, rule: GateRule, penalty: Tensor | None, places: Tensor, out: RoutedRows
+) -> None:
+    """The experts of rows with these gate logits fp32 [T, E]."""
+    experts = logits.shape[1]
+    if len(logits) > MANY_ROWS:
+        rows = 16
+        _choose_rows[(triton.cdiv(len(logits), rows),)](
+            logits, places, logits if penalty is None else penalty, out.ids, out.places,
+            out.weights, len(logits),
+            ROWS=rows, SHIFT=triton.next_power_of_2(experts).bit_length() - 1,
+            **_rule(rule, experts, penalty), num_warps=4,
+        )  # fmt: skip
+        return
+    _choose[(len(logits),)](
+        logits, places, logits if penalty is None else penalty, out.ids, out.places, out.weights,
+        **_rule(rule, logits.shape[1], penalty), num_warps=4,
+    )  # fmt: skip
+
+
+def on_tensor_cores(x: Tensor, pool: ExpertPool) -> bool:
+    """Whether `int4_rows` has kernels for these experts."""
+    return pool.record.kind == "int4" and x.dtype == torch.bfloat16
+
+
+def pair_gate_up(
+    x: Tensor, routed: RoutedRows, pool: ExpertPool, out: Tensor, sizes: PairSizes,
+    gain: Tensor | None = None, dependent: bool = False,
+) -> None:  # fmt: skip
+    """out [T * K, I] = silu(gate) * up. With `gain` x is not normed yet."""
+    if on_tensor_cores(x, pool):
+        norm = None if gain is None else (gain, routed.norms)
+        int4_pair_gate_up(x, routed.places, pool.views()[0], pool.record, out, norm, dependent)
+        return
+    matrices, scales, shape = pool.views()
+    pairs, rows = routed.ids.numel(), sizes.gate_up_rows
+    tiles = triton.cdiv(pool.record.intermediate, rows)
+    _pair_gate_up[(tiles * pairs,)](
+        x, x if gain is None else gain, routed.norms, routed.places, matrices, scales, out,
+        SCALES_AT=pool.at(pool.record.gate_up_scales_at, scales=True),
+        PAIRS=pairs, TOP_K=routed.ids.shape[1],
+        PADDED=triton.next_power_of_2(pool.record.hidden), ROWS=rows, NORM=gain is not None,
+        **shape, **_launch(dependent), num_warps=sizes.gate_up_warps,
+    )  # fmt: skip
+
+
+def pair_down(
+    acts: Tensor, routed: RoutedRows, pool: ExpertPool, hidden: Tensor, sizes: PairSizes,
+    add: bool = True, dependent: bool = False,
+) -> None:  # fmt: skip
+    """hidden [T, D] += the weighted sum of the experts' outputs (or =, without `add`)."""
+    if on_tensor_cores(acts, pool):
+        own = routed.places, routed.weights, pool.views()[0], pool.record
+        int4_pair_down(acts, *own, hidden, add, dependent)
+        return
+    matrices, scales, shape = pool.views()
+    record, rows = pool.record, sizes.down_rows
+    chunk = min(sizes.down_chunk, max(32, triton.next_power_of_2(record.intermediate)))
+    _pair_down[(triton.cdiv(record.hidden, rows), len(hidden))](
+        acts, routed.places, routed.weights, matrices, scales, hidden,
+        DOWN_AT=pool.at(record.down_at), SCALES_AT=pool.at(record.down_scales_at, scales=True),
+        TOP_K=routed.ids.shape[1], EXPERTS=triton.next_power_of_2(routed.ids.shape[1]),
+        ROWS=rows, CHUNK=chunk, CHUNKS=triton.cdiv(record.intermediate, chunk), ADD=add,
+        **shape, **_launch(dependent), num_warps=sizes.down_warps,
+    )  # fmt: skip
+
+
+def experts_torch(x: Tensor, ids: Tensor, weights: Tensor, pool: ExpertPool) -> Tensor:
+    """The plain twin of `pair_gate_up` and `pair_down`, in fp32, of x that is normed: [T, D]."""
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for t, row in enumerate(x.float()):
+        for k, expert in enumerate(ids[t].tolist()):
+            begin = int(pool.places[expert]) * UNIT_BYTES
+            raw = pool.base[begin : begin + pool.record.nbytes]
+            gate_up, down = dense_matrices(pool.record, raw)
+            gate, up = (gate_up @ row).chunk(2)
+            acts = (torch.nn.functional.silu(gate) * up).to(x.dtype).float()
+            out[t] += weights[t, k].float() * (down @ acts)
+    return out

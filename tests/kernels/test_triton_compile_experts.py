@@ -1,0 +1,228 @@
+"""Experts of many rows compile for sm_90 (Hopper) without a GPU: no register is spilled, and the
+loads and products are the wide ones that their speed depends on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.kernels.hopper import compiled, instructions, some_every_time
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.timeout(600)
+
+# Qwen3-30B-A3B
+EXPERT = {"INNER": 768, "WIDTH": 2048}
+I32, I64, BF16 = "*i32", "*i64", "*bf16"
+POOLS = {
+    0: (BF16, BF16, {"UNIT": 8, "SCALE_UNIT": 8, "KIND": 0}),
+    1: ("*i8", "*fp16", {"UNIT": 16, "SCALE_UNIT": 8, "KIND": 1}),
+    2: (I32, I32, {"UNIT": 4, "SCALE_UNIT": 4, "KIND": 2}),
+}
+PAIRS = {"row_pairs": I32, "spans": I32, "places": I64, "out": BF16}
+
+
+def descriptor(*block: int) -> str:
+    return f"tensordesc<bf16[{','.join(map(str, block))}]>"
+
+
+def group(
+    name: str, tma: bool, halves: bool = False, gathers: bool = False
+) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
+    """A product of sorted rows, with the sizes for long prompts."""
+    from coterie.kernels.triton import expert_groups
+
+    sizes = expert_groups.HALF_GROUPS if halves else expert_groups.LARGE_GROUPS
+    size = sizes.gate_up if name == "_group_gate_up" else sizes.down
+    rows = "x" if name == "_group_gate_up" else "acts"
+    matrices = (rows, f"{rows}_half", "pool", "out", "out_rows")
+    types = {**dict.fromkeys(matrices, BF16), "places": I64}
+    types |= dict.fromkeys(("row_pairs", "tile_experts", "tile_rows", "tile_count"), I32)
+    types["pairs"] = "i32"
+    if tma:
+        types |= {
+            rows: descriptor(sizes.tile, size.columns),
+            f"{rows}_half": descriptor(sizes.part, size.columns),
+            "pool": descriptor(1, size.block, size.columns),
+            "out": descriptor(sizes.tile, size.block),
+        }
+    if gathers:
+        types |= {"x": BF16, "x_half": BF16}
+    constants = {
+        "UNIT": 8,
+        "SLOT": 589_824,
+        "DOWN_AT": 3_145_728,
+        "TILE": sizes.tile,
+        "HALVES": halves,
+        "GATHER": gathers,
+        "TOP_K": 8,
+        "BLOCK": size.block,
+        "COLUMNS": size.columns,
+        "PROGRAMS": 132,
+        "FLATTEN": size.flatten,
+        "TMA": tma,
+        **EXPERT,
+    }
+    options = {"num_warps": size.warps, "num_stages": size.stages}
+    return name, types, constants, options
+
+
+def tile(
+    name: str, kind: int, widest: bool = False
+) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
+    from coterie.kernels.triton import expert_groups
+
+    own = expert_groups.WIDEST_TILES if widest else expert_groups.TILES
+    size = own.gate_up if name == "_tile_gate_up" else own.down
+    matrices, scales, constants = POOLS[kind]
+    types = {"x": BF16, "acts": BF16, "pool": matrices, "pool_scales": scales, **PAIRS}
+    places = {"DOWN_AT": 393_216, "SCALES_AT": 1 << 20, "TOP_K": 8, **EXPERT}
+    sizes = {"COUNT": own.count, "BLOCK": size.block, "COLUMNS": size.columns, "PDL": True}
+    options = {"num_warps": size.warps, "num_stages": size.stages, "launch_pdl": True}
+    return name, types, {**constants, **places, **sizes}, options
+
+
+def int4(
+    name: str, count: int, span: int
+) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
+    types = {"x": I32, "acts": I32, "pool": I32, **PAIRS}
+    constants = {"UNIT": 4, "DOWN_AT": 393_216, "SCALES_AT": 589_824, "TOP_K": 8, **EXPERT}
+    options = {"num_warps": 4, "launch_pdl": True}
+    return (
+        name,
+        types,
+        {**constants, "COUNT": count, "ROWS": 64, "SPAN": span, "WARPS": 4, "PDL": True},
+        options,
+    )
+
+
+def rows(name: str, **sizes: Any) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
+    """int4 products of single rows."""
+    from coterie.kernels.triton import int4_rows
+
+    words = dict.fromkeys(("x", "gain", "acts", "weight", "scales", "pool"), I32)
+    types = {**words, "chosen": I64, "norms": "*fp32", "weights": "*fp32", "out": BF16}
+    types |= {"hidden": BF16, "y": BF16, "bias": BF16, "eps": "fp32", "rows": "i32"}
+    warps = {
+        "_int4_pair_gate_up": int4_rows.GATE_UP_WARPS,
+        "_int4_pair_down": int4_rows.DOWN_WARPS,
+    }.get(name, int4_rows.PRODUCT_WARPS)
+    places = {"UNIT": 4, "DOWN_AT": 393_216, "SCALES_AT": 589_824, "TOP_K": 8}
+    flags = {"NORM": True, "BIAS": False, "ADD": True, "X_ROWS": 1, "PDL": True, "WARPS": warps}
+    options = {"num_warps": warps, "launch_pdl": True}
+    return name, types, {**EXPERT, **places, **flags, **sizes}, options
+
+
+def widen(kind: int) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
+    matrices, scales, constants = POOLS[kind]
+    types = {"pool": matrices, "pool_scales": scales, "places": I64, "spans": I32, "out": BF16}
+    types["out_places"] = I64
+    places = {"AT": 0, "SCALES_AT": 1 << 20, "OUT_AT": 0, "SIZE": 4_718_592, "OUT_UNIT": 8}
+    sizes = {"COUNT": 1536, "COLUMNS": 2048, "BLOCK": 16, "CHUNK": 256}
+    return "_widen", types, {**constants, **places, **sizes}, {"num_warps": 4}
+
+
+def sort(name: str) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
+    names = [
+        "ids",
+        "counts",
+        "totals",
+        "starts",
+        "spans",
+        "tile_experts",
+        "tile_rows",
+        "tile_count",
+        "pair_rows",
+        "row_pairs",
+    ]
+    types = {**dict.fromkeys(names, I32), "pairs": "i32", "blocks": "i32"}
+    sizes = {"EXPERTS": 128, "PADDED": 128, "BLOCK": 256, "TILE": 128, "WIDE": 256, "CHUNK": 512}
+    sizes |= {"PART": 64, "PDL": False}
+    return name, types, sizes, {"num_warps": 4 if name == "_find_pairs" else 8}
+
+
+def arranged(kind: int) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
+    types = {"words": I32, "halves": "*i16", "out": I32, "out_halves": "*i16"}
+    whole = ["up_at", "down_at", "inner_tiles", "hidden_tiles", "inner_panels", "inner_words"]
+    whole += ["hidden_words", "up_out", "down_out", "gate_scales", "up_scales", "down_scales"]
+    constants = {"KIND": kind, "BIAS": True, "WORDS": 128}
+    return "_arrange", {**types, **dict.fromkeys(whole, "i32")}, constants, {"num_warps": 4}
+
+
+# the instructions that a kernel must have, and those that it must not have
+TMA = (("UTMALDG", "HGMMA", "UTMASTG"), ("LDL", "STL"))
+TILED = (("LDGSTS.E.BYPASS.128", "HGMMA"), ("LDL", "STL"))
+# int4 words go from memory to the tensor cores in the registers of one thread
+DIRECT = (("LDG.E.128", "HMMA.16816.F32.BF16"), ("LDL", "STL", "LDSM", "SHFL"))
+BY_ROW = (("LDG.E.128", "LDG.E.64", "HMMA.16816.F32.BF16"), ("LDL", "STL", "LDSM"))
+WIDENED = (("LDG.E.128", "STG.E.128"), ("LDL", "STL"))
+PLAIN: tuple[tuple[str, ...], tuple[str, ...]] = ((), ("LDL", "STL"))
+CASES: dict[str, tuple[Any, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "groups gate_up": (lambda: group("_group_gate_up", True), TMA),
+    "groups down": (lambda: group("_group_down", True), TMA),
+    "halves gate_up": (lambda: group("_group_gate_up", True, True), TMA),
+    "halves down": (lambda: group("_group_down", True, True), TMA),
+    "halves gate_up gathered": (lambda: group("_group_gate_up", True, True, True), TMA),
+    "groups gate_up by pointers": (lambda: group("_group_gate_up", False), TILED),
+    "groups down by pointers": (lambda: group("_group_down", False), TILED),
+    "tiles gate_up": (lambda: tile("_tile_gate_up", 0), TILED),
+    "tiles down": (lambda: tile("_tile_down", 0), TILED),
+    "tiles gate_up widest": (lambda: tile("_tile_gate_up", 0, True), TILED),
+    "tiles down widest": (lambda: tile("_tile_down", 0, True), TILED),
+    "tiles gate_up int8": (lambda: tile("_tile_gate_up", 1), PLAIN),
+    "tiles gate_up int4": (lambda: tile("_tile_gate_up", 2), PLAIN),
+    "tiles down int8": (lambda: tile("_tile_down", 1), PLAIN),
+    "int4 gate_up": (lambda: int4("_int4_gate_up", 8, 2), DIRECT),
+    "int4 down": (lambda: int4("_int4_down", 8, 3), DIRECT),
+    "int4 gate_up wide": (lambda: int4("_int4_gate_up", 16, 2), DIRECT),
+    "int4 down wide": (lambda: int4("_int4_down", 16, 2), DIRECT),
+    "int4 gate_up widest": (lambda: int4("_int4_gate_up", 32, 1), DIRECT),
+    "int4 down widest": (lambda: int4("_int4_down", 32, 1), DIRECT),
+    "int4 rows gate_up": (lambda: rows("_int4_pair_gate_up"), BY_ROW),
+    "int4 rows down": (lambda: rows("_int4_pair_down"), BY_ROW),
+    "int4 rows qkv": (lambda: rows("_int4_product", COUNT=5120, ADD=False), BY_ROW),
+    "int4 rows o": (lambda: rows("_int4_product", COUNT=2048, WIDTH=4096, NORM=False), BY_ROW),
+    "int4 rows o of 8": (
+        lambda: rows("_int4_product", COUNT=2048, WIDTH=4096, NORM=False, X_ROWS=8),
+        BY_ROW,
+    ),
+    "widen int4": (lambda: widen(2), WIDENED),
+    "widen int8": (lambda: widen(1), WIDENED),
+    "find pairs": (lambda: sort("_find_pairs"), PLAIN),
+    "count pairs": (lambda: sort("_count_pairs"), PLAIN),
+    "place experts": (lambda: sort("_place_experts"), PLAIN),
+    "place pairs": (lambda: sort("_place_pairs"), PLAIN),
+    "arrange bf16": (lambda: arranged(0), PLAIN),
+    "arrange int8": (lambda: arranged(1), PLAIN),
+    "arrange int4": (lambda: arranged(2), PLAIN),
+}
+EVERY_TIME = ("tiles down", "find pairs")
+
+
+@pytest.mark.parametrize("case", some_every_time(CASES, EVERY_TIME))
+def test_compiles_for_hopper(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    make, (needed, unwanted) = CASES[case]
+    name, types, constants, options = make()
+    built = compiled(kernel_of(name), types, constants, options.pop("num_warps"), **options)
+    used = instructions(built.asm["cubin"], tmp_path)
+    for name in needed:
+        assert any(each.startswith(name) for each in used), (name, sorted(used))
+    for name in unwanted:
+        assert not any(each.startswith(name) for each in used), (name, sorted(used))
+
+
+def kernel_of(name: str) -> Any:
+    from coterie.kernels.triton import (
+        arrange,
+        expert_groups,
+        expert_int4,
+        expert_tiles,
+        int4_rows,
+    )
+
+    modules = (expert_groups, expert_int4, expert_tiles, int4_rows, arrange)
+    return next(vars(module)[name] for module in modules if name in vars(module))
