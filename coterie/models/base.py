@@ -33,8 +33,10 @@ from coterie.models.arch import (
     qwen3_moe,
 )
 from coterie.models.build.assemble import AssembledModel, assemble
-from coterie.models.build.cuda_graph import DecodeGraphs
+from coterie.models.build.cuda_graph import DecodeGraphs, PromptGraphs
+from coterie.models.build.graph_memory import GraphMemory
 from coterie.models.build.layers import Progress
+from coterie.models.build.mixed_graph import MAX_WEIGHT_BYTES, MixedGraphs
 from coterie.models.build.moe import MoeExperts, MoeFactory, MoeRequirements, MoeStack, moe_factory
 from coterie.models.build.reader import TensorPlacement, TensorReader
 from coterie.models.config_fields import check_config, check_generation
@@ -44,6 +46,7 @@ from coterie.weights.quantize import DTYPES
 
 if TYPE_CHECKING:
     from coterie.adapters.base import AdaptableModel
+    from coterie.core.lane import LaneConfig
     from coterie.core.moe import MoeSettings, MoeUsage
     from coterie.weights.checkpoint import Checkpoint
 
@@ -109,8 +112,12 @@ class CausalLM:
         self._backbone, self._moe = parts.backbone, moe
         # what adapters may change; costs nothing before the first adapter
         self.targets: AdaptableModel = parts.targets
-        # captured decode steps on CUDA; None runs every step eagerly
+        # the whole model on a CUDA device, where its kernels support it
+        self.device_decoder = parts.device_decoder
+        # captured steps on CUDA; None runs every step eagerly
         self.graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
 
     @property
     def experts(self) -> MoeExperts | None:
@@ -150,29 +157,47 @@ class CausalLM:
         """fp32 logits [R, V] of the rows in `logits_rows`, valid until the next call; writes the
         keys and values of all T rows."""
         # graphs support only embeddings: rows of a prompt may be soft tokens, decoded rows are not
-        if self.graphs is not None and (batch.phase == "decode" or not _soft(batch)):
-            logits = self.graphs.forward(token_ids, batch, kv, logits_rows)
-            if logits is not None:
+        pool = self._moe.pool if self._moe is not None else None
+        captured = self._moe is None or pool is not None
+        if self.graphs is not None and captured and (batch.phase == "decode" or not _soft(batch)):
+            found = self.graphs.forward(token_ids, batch, kv, logits_rows)
+            if found is None and self.prompt_graphs is not None and batch.fresh:
+                found = self.prompt_graphs.forward(token_ids, batch, kv, logits_rows)
+            if found is None and self.mixed_graphs is not None and batch.phase != "decode":
+                found = self.mixed_graphs.forward(token_ids, batch, kv, logits_rows)
+            if found is not None:
+                logits, routed = found
+                if self._moe is not None and pool is not None and routed is not None:
+                    self._moe.ran_on_device(routed, batch, pool)
                 return logits
-        return self.compute(token_ids, batch, kv, logits_rows)
+        return self.compute(token_ids, batch, kv, logits_rows)[0]
 
     def compute(
         self, token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor], rows: Tensor
-    ) -> Tensor:
-        """`forward` without captured graphs."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward` without captured graphs; and the gates' choices [layers, T, K], of a step whose
+        experts are all on the device."""
+        pool = self._moe.pool if self._moe is not None else None
+        whole = self.device_decoder
+        if whole is not None and whole.takes(batch, pool):
+            logits, routed = whole.run(token_ids, batch, kv, rows, pool)
+            if self._moe is not None and pool is not None and routed is not None:
+                self._moe.ran_on_device(routed, batch, pool)
+            return logits, routed
         hidden = self._mixed(token_ids, batch) if _soft(batch) else self._embed(token_ids)
+        routed = None
         if self._moe is None:
             hidden = self._backbone(hidden, kv, batch, 0, self.spec.num_layers)
         else:
-            hidden = self._moe(hidden, kv, batch)
+            hidden, routed = self._moe(hidden, kv, batch)
         if len(rows) == 0:
-            return hidden.new_empty((0, self.spec.vocab), dtype=torch.float32)
+            return hidden.new_empty((0, self.spec.vocab), dtype=torch.float32), routed
         normed = self._norm(hidden[rows])
         if not any(_HEAD in part.stack.patches for part in batch.patches):
-            return self._head(normed).float()
+            return self._head(normed).float(), routed
         patches = patched.pick(batch.patches, rows)
         parts = ((_HEAD[1], self.spec.vocab),)
-        return patched.linear(self._head, normed, _HEAD[0], parts, patches).float()
+        return patched.linear(self._head, normed, _HEAD[0], parts, patches).float(), routed
 
     def _mixed(self, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
         """Embeddings; ids beyond the vocabulary are soft tokens of the row's stack."""
@@ -186,14 +211,50 @@ class CausalLM:
             hidden[first:last] = torch.where(place[:, None] >= 0, soft, hidden[first:last])
         return hidden
 
+    def limit_graphs(self, reserved: int) -> GraphMemory | None:
+        """Let captured graphs take so many bytes together; with 0 nothing is captured."""
+        if self.graphs is None or reserved == 0:
+            self.graphs = self.prompt_graphs = self.mixed_graphs = None
+            return None
+        memory = GraphMemory(self.device, reserved)
+        self.graphs.memory = memory
+        if self.prompt_graphs is not None:
+            self.prompt_graphs.memory = memory
+        return memory
+
     @torch.inference_mode()
     def prepare(
-        self, kv: Sequence[Tensor], block_size: int, max_sequences: int, adapters: bool = False
+        self,
+        kv: Sequence[Tensor],
+        lane: LaneConfig,
+        progress: Progress,
+        adapters: bool = False,
     ) -> None:
-        """Do the work that the first steps with these caches would wait for (with `adapters`: also
-        the steps whose rows have some)."""
-        if self.graphs is not None:
-            self.graphs.prepare(kv, block_size, max_sequences, adapters)
+        """Capture what the first steps with these caches would wait for (with `adapters`: also the
+        steps whose rows have some). Calls `progress` with (graphs done, graphs)."""
+        resident = self._moe is None or self._moe.pool is not None
+        if self.graphs is None or not resident:
+            return
+        for done, total in self.graphs.prepare(kv, lane.block_size, lane.max_sequences, adapters):
+            progress(done, total)
+        if self.prompt_graphs is not None:
+            self.prompt_graphs.prepare(kv, lane.block_size, lane.max_step_tokens)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether decode steps may run as captured graphs."""
+        return self.graphs is not None and (self._moe is None or self._moe.pool is not None)
+
+    def ran_captured(self, routed: Tensor, batch: AttentionBatch) -> None:
+        """A captured step was run outside of `forward`; `routed`: the choices of its gates."""
+        pool = self._moe.pool if self._moe is not None else None
+        if self._moe is not None and pool is not None:
+            self._moe.ran_on_device(routed, batch, pool)
+
+    def launched_usage(self) -> Callable[[], tuple[MoeUsage, list[MoeUsage]]] | None:
+        """Where the last forward only enqueued its experts: what waits for them and returns their
+        costs, as `take_usage` does where this is None."""
+        return self._moe.launched_usage() if self._moe else None
 
     def take_usage(self) -> tuple[MoeUsage, list[MoeUsage]] | None:
         """The costs of the last forward's experts: in total, and by sequence. None when dense."""
@@ -224,7 +285,8 @@ def load_model(
     kept = stored_dtype(checkpoint) if dtype == "auto" else dtype
     spec = _served_spec(checkpoint, kept, device, max_context)
     backend = backend or best_backend(device)
-    products = "cpu" if backend == "cpu" else "reference"
+    on_cuda = torch.device(device).type == "cuda"
+    products = backend if backend == "cpu" or on_cuda else "reference"
     placement = TensorPlacement(products, device, _hidden_dtype(kept, device))
     reader, report = TensorReader(checkpoint, spec, dtype, placement), progress or _silent
     parts = MODELS[spec.architecture].build(reader, backend, report)
@@ -233,8 +295,7 @@ def load_model(
     report(spec.num_layers + 1, spec.num_layers + 1)
     if spec.moe is None:
         model = CausalLM(spec, kept, parts)
-        if backend == "triton" and model.device.type == "cuda":
-            model.graphs = DecodeGraphs(model.compute, spec.max_positions, model.device)
+        _capture(model, backend)
         return model
     wanted = MoeRequirements(
         checkpoint=checkpoint,
@@ -246,11 +307,30 @@ def load_model(
     )
     opened = (experts or moe_factory(dispatch))(wanted)
     try:
-        moe = MoeStack(parts.backbone, parts.moe_layers, spec.num_layers, opened, parts.fused_moe)
+        layers, on_device = parts.moe_layers, None
+        if backend == "triton" and parts.device.type == "cuda":
+            from coterie.models.build.device_moe import DeviceMoeStack
+
+            on_device = DeviceMoeStack(parts.backbone, layers, spec.num_layers).run
+        moe = MoeStack(parts.backbone, layers, spec.num_layers, opened, parts.fused_moe, on_device)
     except WeightsError:
         opened.close()
         raise
-    return CausalLM(spec, kept, parts, moe)
+    model = CausalLM(spec, kept, parts, moe)
+    _capture(model, backend)
+    return model
+
+
+def _capture(model: CausalLM, backend: str) -> None:
+    if backend == "triton" and model.device.type == "cuda":
+        model.graphs = DecodeGraphs(model.compute, model.spec.max_positions, model.device)
+        # kernels that need nothing of a prompt's rows from the host
+        if model.device_decoder is not None and model.dtype != "fp32":
+            model.prompt_graphs = PromptGraphs(model.compute, model.device)
+            if model.experts is None and model.weight_bytes <= MAX_WEIGHT_BYTES:
+                model.mixed_graphs = MixedGraphs(
+                    model.compute, model.graphs, model.spec, model.weight_bytes
+                )
 
 
 def _soft(batch: AttentionBatch) -> bool:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from coterie.moe.planner.machine import BackboneTimes, Machine
     from coterie.moe.planner.measure import Say
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.moe.runtime.resident import ResidentExperts
+    from coterie.moe.runtime.resident import ResidentExperts, StepDemands
     from coterie.moe.runtime.step import ExpertStep
     from coterie.moe.store.base import ExpertGeometry, ExpertStore
     from coterie.weights.checkpoint import Checkpoint
@@ -197,6 +197,13 @@ class NoExperts:
 
     def resident(self, phase: str) -> ResidentExperts | None:
         return self.residents.resident if self.residents is not None else None
+
+    def resident_pool(self) -> None:
+        """The planner measures the CPU only."""
+
+    def record_device_step(
+        self, found: ResidentExperts, demands: StepDemands, s: float
+    ) -> None: ...
 
     def record_resident_step(
         self, found: ResidentExperts, routed: Tensor, owners: Tensor | None, seconds: float

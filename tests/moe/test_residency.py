@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core.errors import InternalError
+from coterie.moe.runtime import resident
+from coterie.moe.runtime.resident import ResidentExperts, ResidentFinder, ResidentPool
 from coterie.moe.runtime.slot_map import SlotMap
 
 KEYS = [(layer, expert) for layer in range(2) for expert in range(4)]
@@ -80,3 +86,35 @@ def test_what_never_arrived_is_forgotten_even_when_pinned() -> None:
     slots.pin(KEYS[0])
     slots.forget(KEYS[0])
     assert slots.free() == 1 and not slots.pinned()
+
+
+def test_captured_steps_find_the_places_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A strategy may pin experts after steps were captured, and experts may have gone and come
+    back to other slots."""
+    slots = SlotMap(2)
+    for key in KEYS[:2]:
+        slots.place(key)
+
+    def find(parts: Any) -> ResidentPool | None:
+        if slots.free():
+            return None
+        places = torch.tensor([[slots.slot_of(key) for key in KEYS[:2]]])
+        return ResidentPool(places, 1, places, {}, cast("ResidentExperts", None))
+
+    monkeypatch.setattr(resident, "find_resident_pool", find)
+    finder = ResidentFinder(cast("Any", SimpleNamespace(slots=slots)), cast("Any", None))
+    with torch.inference_mode():
+        first = finder.find_pool()
+    assert first is not None and first.places.tolist() == [[0, 1]]
+    slots.pin(KEYS[0])
+    again = finder.find_pool()
+    assert again is not None and again.places is first.places
+    slots.unpin(KEYS[0])
+    for key in KEYS[:2]:
+        slots.evict(key)
+    assert finder.find_pool() is None
+    for key in KEYS[:2]:
+        slots.place(key)
+    moved = finder.find_pool()
+    assert moved is not None and moved.places is first.places
+    assert first.places.tolist() == [[1, 0]]

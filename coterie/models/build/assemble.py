@@ -39,6 +39,7 @@ from coterie.models.build.targets import ModelTargets
 
 if TYPE_CHECKING:
     from coterie.kernels.cpu.layers import NativeDecoder
+    from coterie.models.build.device_decoder import DeviceDecoder
     from coterie.models.build.reader import TensorReader
     from coterie.models.spec import ModelSpec
 
@@ -59,24 +60,47 @@ class AssembledModel:
     targets: ModelTargets
     # runs all layers in one call, where the backbone is the native decoder and supports them
     fused_moe: FusedMoeStack | None = None
+    # runs the whole model on a CUDA device, where its kernels support it
+    device_decoder: DeviceDecoder | None = None
 
 
 def assemble(reader: TensorReader, backend: str, progress: Progress) -> AssembledModel:
     spec, ops = reader.spec, ops_for(backend)
     embedding_and_head = read_embedding_and_head(reader)
-    backbone, native = _read_backbone(reader, backend, progress)
+    backbone = _read_backbone(reader, backend, progress)
     norm = reader.vector("model.norm.weight", spec.hidden)
     moe_layers = read_moe(reader, ops)
+    on_device = None
+    if backend == "triton" and reader.device.type == "cuda" and backbone.layers:
+        on_device = _device_decoder(spec, backbone, embedding_and_head, norm, moe_layers)
     return AssembledModel(
         embedding_and_head,
-        backbone,
+        backbone.run,
         _bound(ops, norm, spec.eps),
         moe_layers,
         reader.device,
         reader.product_bytes + embedding_and_head.own_bytes,
         ModelTargets(spec, reader.targets),
-        _fused_moe_stack(native, moe_layers, spec.num_layers),
+        _fused_moe_stack(backbone.native, moe_layers, spec.num_layers),
+        on_device,
     )
+
+
+def _device_decoder(
+    spec: ModelSpec,
+    backbone: _ReadBackbone,
+    ends: EmbeddingAndHead,
+    norm: Tensor,
+    moe_layers: tuple[MoeLayer, ...],
+) -> DeviceDecoder | None:
+    from coterie.models.build.device_decoder import DeviceDecoder
+    from coterie.models.build.device_latent import LatentDecoder
+
+    shape, layers = decoder_shape(spec), backbone.layers
+    kind = LatentDecoder if spec.latent else DeviceDecoder
+    if not kind.fits(shape, layers, moe_layers, ends.head):
+        return None
+    return kind(shape, layers, backbone.turn, ends, norm, moe_layers)
 
 
 def _fused_moe_stack(
@@ -123,11 +147,19 @@ def decoder_shape(spec: ModelSpec) -> DecoderShape:
     )
 
 
-def _read_backbone(
-    reader: TensorReader, backend: str, progress: Progress
-) -> tuple[Backbone, NativeDecoder | None]:
-    """A fused decoder where it supports the attention, otherwise block by block. Also returns the
-    native decoder, where that is used."""
+@dataclass(frozen=True, slots=True)
+class _ReadBackbone:
+    run: Backbone
+    # cos and sin by position
+    turn: tuple[Tensor, Tensor]
+    # the native decoder, where that is used
+    native: NativeDecoder | None = None
+    # the layers, where one of the torch decoders runs them
+    layers: Sequence[DecoderLayer] = ()
+
+
+def _read_backbone(reader: TensorReader, backend: str, progress: Progress) -> _ReadBackbone:
+    """A fused decoder where it supports the attention, otherwise block by block."""
     spec = reader.spec
     cos, sin = (table.to(reader.device) for table in spec.rotary.tables())
     shape, ops, rotary = decoder_shape(spec), ops_for(backend), RotaryCache(cos, sin)
@@ -141,14 +173,17 @@ def _read_backbone(
 
     if spec.latent:
         blocks = each(lambda index: mla.read_block(reader, index, ops, rotary))
-        return BlockDecoder(blocks, ops, spec.eps).forward, None
+        forward = BlockDecoder(blocks, ops, spec.eps).forward
+        on_device = backend == "triton" and reader.device.type == "cuda"
+        joined = mla.joined_layers(blocks) if on_device else ()
+        return _ReadBackbone(forward, (cos, sin), layers=joined)
     layers = each(lambda index: read_layer(reader, index))
     if spec.clip_qkv is not None:
         blocks = [
             _block(shape, layer, ops, rotary, spec.clip_qkv, index)
             for index, layer in enumerate(layers)
         ]
-        return BlockDecoder(blocks, ops, spec.eps).forward, None
+        return _ReadBackbone(BlockDecoder(blocks, ops, spec.eps).forward, (cos, sin))
     # the native decoder does not support biases after o or in the MLP: such models use its
     # products in the torch decoder
     if backend == "cpu" and not (spec.o_bias or spec.mlp_bias):
@@ -156,7 +191,7 @@ def _read_backbone(
 
         native = cpu.NativeDecoder(shape, layers, cos, sin)
         # the input was made for this call and may be overwritten
-        return partial(native.forward, overwrite=True), native
+        return _ReadBackbone(partial(native.forward, overwrite=True), (cos, sin), native)
     decoder = _decoder(backend)
 
     def run(
@@ -165,7 +200,7 @@ def _read_backbone(
         own = layers[first:last]
         return decoder(shape, own, cos, sin, hidden, kv[first:last], batch, first=first)
 
-    return run, None
+    return _ReadBackbone(run, (cos, sin), layers=layers)
 
 
 def _decoder(backend: str) -> Callable[..., Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer
 from coterie.kernels.linear import Linear, ReferenceLinear
 from coterie.kernels.reference import layers as reference
-from coterie.kernels.reference.layers import latent_attention
+from coterie.kernels.reference.layers import latent_attention, write_latent
 from coterie.models.build.targets import TargetMatrix
 from coterie.weights.quantize import (
     DenseWeight,
@@ -206,19 +207,27 @@ class BackendOps:
     norm: Callable[[Tensor, Tensor, float], Tensor]
     attention: Callable[[Tensor, Tensor, AttentionBatch, float], Tensor]
     # for a cache with one plane for keys and values
-    latent: Callable[[Tensor, Tensor, AttentionBatch, float], Tensor] = latent_attention
+    latent: Callable[[Tensor, Tensor, Tensor, AttentionBatch, float], Tensor] = latent_attention
+    write_latent: Callable[[Tensor, Tensor, Tensor], None] = write_latent
 
 
 def ops_for(backend: str) -> BackendOps:
     if backend == "triton":
         from coterie.kernels.triton import attention as triton_attention
+        from coterie.kernels.triton import latent_attention as triton_latent
         from coterie.kernels.triton import layers as triton_layers
 
-        return BackendOps(triton_layers.rms_norm, triton_attention.paged_attention)
+        return BackendOps(
+            triton_layers.rms_norm,
+            triton_attention.paged_attention,
+            triton_latent.latent_attention,
+            triton_latent.write_latent,
+        )
     if backend == "cpu":
         from coterie.kernels.cpu import layers as cpu
 
-        return BackendOps(cpu.rms_norm, cpu.paged_attention, cpu.paged_attention)
+        latent = partial(latent_attention, attention=cpu.paged_attention)
+        return BackendOps(cpu.rms_norm, cpu.paged_attention, latent)
     return BackendOps(reference.rms_norm, reference.paged_attention)
 
 
@@ -255,13 +264,17 @@ class RotaryCache:
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self._tables = cos, sin
-        self._last: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
+        # positions, whether in a captured step, rows
+        self._last: tuple[Tensor, bool, tuple[Tensor, Tensor]] | None = None
 
     def __call__(self, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
-        if self._last is None or self._last[0] is not batch.positions:
+        positions = batch.positions
+        # a captured step has to gather again each time it runs
+        captured = positions.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self._last is None or self._last[0] is not positions or self._last[1] != captured:
             cos, sin = self._tables
-            self._last = batch.positions, (cos[batch.positions], sin[batch.positions])
-        return self._last[1]
+            self._last = positions, captured, (cos[positions], sin[positions])
+        return self._last[2]
 
 
 @dataclass(frozen=True, slots=True)

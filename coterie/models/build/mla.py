@@ -7,6 +7,7 @@ tensors' names and order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,14 @@ from torch import Tensor
 
 from coterie.kernels import patched
 from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.linear import Linear
+from coterie.kernels.decoder import DecoderLayer
+from coterie.kernels.linear import Linear, ReferenceLinear, joined
 from coterie.kernels.reference import layers as reference
-from coterie.kernels.reference.layers import HeadLinear, write_latent
+from coterie.kernels.reference.layers import HeadLinear
 from coterie.models.build.layers import (
     BackendOps,
     DecoderBlock,
+    GatedMlp,
     RotaryCache,
     post_norm,
     read_mlp,
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from coterie.models.build.reader import TensorReader
 
 # transformers uses this for the two inner norms, whatever the config says for the others
-_INNER_EPS = 1e-6
+INNER_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +72,14 @@ class LatentAttention:
     def __call__(self, x: Tensor, kv_layer: Tensor, batch: AttentionBatch) -> Tensor:
         parts, latent, cos_sin = self.parts, self.latent, self.rotary(batch)
         rank, rows = latent.kv_rank, self._product(parts.kv_a, "kv_a", x, batch)
-        normed = self.ops.norm(rows[:, :rank].contiguous(), parts.kv_norm, _INNER_EPS)
+        normed = self.ops.norm(rows[:, :rank].contiguous(), parts.kv_norm, INNER_EPS)
         key = reference.rotary(rows[:, None, rank:], *cos_sin)[:, 0]
-        write_latent(torch.cat((normed, key), dim=-1), kv_layer, batch.slots)
+        self.ops.write_latent(torch.cat((normed, key), dim=-1), kv_layer, batch.slots)
         q = self._queries(x, batch).view(len(x), -1, latent.nope + latent.rope)
         wide = parts.key_up(q[..., : latent.nope])
-        q = torch.cat((wide, reference.rotary(q[..., latent.nope :], *cos_sin)), dim=-1)
-        mixed = self.ops.latent(q, kv_layer, batch, self.scale)
-        values = parts.value_up(mixed[..., :rank]).reshape(len(x), -1)
+        turned = reference.rotary(q[..., latent.nope :], *cos_sin)
+        mixed = self.ops.latent(wide, turned, kv_layer, batch, self.scale)
+        values = parts.value_up(mixed).reshape(len(x), -1)
         return self._product(parts.o, "o", values, batch)
 
     def _queries(self, x: Tensor, batch: AttentionBatch) -> Tensor:
@@ -84,7 +87,7 @@ class LatentAttention:
         if queries.first is None or queries.norm is None:
             return self._product(queries.last, "q", x, batch)
         low = self._product(queries.first, "q_a", x, batch)
-        normed = self.ops.norm(low, queries.norm, _INNER_EPS)
+        normed = self.ops.norm(low, queries.norm, INNER_EPS)
         return self._product(queries.last, "q_b", normed, batch)
 
     def _product(self, product: Linear, part: str, x: Tensor, batch: AttentionBatch) -> Tensor:
@@ -107,6 +110,51 @@ def read_block(
         return DecoderBlock(input_norm, attend)
     mlp = read_mlp(reader, index, spec.intermediate)
     return DecoderBlock(input_norm, attend, reader.vector(post_norm(index), spec.hidden), mlp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentLayer(DecoderLayer):
+    """qkv: rows of q (or of its first product), then of kv_a."""
+
+    attend: LatentAttention
+
+
+def joined_layers(blocks: Sequence[DecoderBlock]) -> list[DecoderLayer]:
+    """The layers for kernels that read q and kv_a as one matrix; none if their kinds differ."""
+    layers: list[DecoderLayer] = []
+    for block in blocks:
+        attend, mlp = block.attend, block.mlp
+        assert isinstance(attend, LatentAttention)
+        queries, kv_a = attend.parts.queries, attend.parts.kv_a
+        qkv = _joined(queries.first or queries.last, kv_a)
+        if qkv is None:
+            return []
+        layers.append(
+            LatentLayer(
+                input_norm=block.input_norm,
+                qkv=qkv,
+                q_norm=None,
+                k_norm=None,
+                qkv_bias=None,
+                o=attend.parts.o,
+                post_norm=block.post_norm,
+                gate_up=mlp.gate_up if isinstance(mlp, GatedMlp) else None,
+                down=mlp.down if isinstance(mlp, GatedMlp) else None,
+                attend=attend,
+            )
+        )
+    return layers
+
+
+def _joined(first: Linear, second: Linear) -> Linear | None:
+    from coterie.kernels.triton.quant_linear import QuantLinear
+
+    if isinstance(first, ReferenceLinear) and isinstance(second, ReferenceLinear):
+        return joined([first, second])
+    if isinstance(first, QuantLinear) and isinstance(second, QuantLinear):
+        same = first.matrix.kind == second.matrix.kind
+        return QuantLinear.joined([first, second]) if same else None
+    return None
 
 
 def _read_parts(reader: TensorReader, stem: str, latent: LatentSpec) -> LatentParts:

@@ -10,8 +10,10 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from coterie.core.errors import WeightsError
 from coterie.kernels.batch import AttentionBatch, split_batch
 from coterie.kernels.cpu import abi
 from coterie.kernels.cpu.expert_mlp import expert_shape
+from coterie.moe.runtime.resident import StepDemands, count_demands
 from coterie.moe.runtime.step import ExpertStep
 from coterie.moe.store.base import ExpertGeometry
 
@@ -28,13 +31,19 @@ if TYPE_CHECKING:
     from coterie.kernels.expert_gate import ExpertGate
     from coterie.kernels.patch import Segment
     from coterie.models.spec import MoeSpec
-    from coterie.moe.runtime.resident import ResidentExperts
+    from coterie.moe.runtime.resident import ResidentExperts, ResidentPool
     from coterie.moe.store.base import ExpertGeometry, ExpertStore
     from coterie.weights.checkpoint import Checkpoint
 
 # (hidden [T, D], caches, batch, first, last) -> hidden after those layers; a layer with experts
 # runs up to its experts
 Backbone = Callable[[Tensor, Sequence[Tensor], AttentionBatch, int, int], Tensor]
+
+# (hidden, caches, batch, all experts) -> hidden after all layers, and the gates' choices int32
+# [layers, T, K]; waits for nothing
+DeviceRun = Callable[
+    [Tensor, Sequence[Tensor], AttentionBatch, "ResidentPool"], tuple[Tensor, Tensor]
+]
 
 # rows that run through a group of layers together
 CHUNK_TOKENS = 512
@@ -50,6 +59,10 @@ class MoeExperts(Protocol):
         """Whether a call of `hint` is useful now."""
 
     def resident(self, phase: str) -> ResidentExperts | None: ...
+    def resident_pool(self) -> ResidentPool | None: ...
+    def record_device_step(
+        self, found: ResidentExperts, demands: StepDemands, s: float
+    ) -> None: ...
     def record_resident_step(
         self, found: ResidentExperts, routed: Tensor, owners: Tensor | None, seconds: float
     ) -> None: ...
@@ -86,8 +99,11 @@ class MoeStack:
         num_layers: int,
         experts: MoeExperts,
         fused: FusedMoeStack | None = None,
+        on_device: DeviceRun | None = None,
     ) -> None:
-        self._fused = fused
+        self._fused, self._on_device = fused, on_device
+        # the last step, if it was enqueued on the device and nobody has asked for its costs
+        self._launched: DeviceStep | None = None
         self._backbone, self._layers, self._num_layers = backbone, layers, num_layers
         self._places = {layer.index: place for place, layer in enumerate(layers)}
         self.experts = experts
@@ -97,16 +113,26 @@ class MoeStack:
         for layer in layers:
             _mask(layer, experts.geometry)
 
-    def __call__(self, hidden: Tensor, kv: Sequence[Tensor], batch: AttentionBatch) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, kv: Sequence[Tensor], batch: AttentionBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden after the stack; and, of a step whose experts are all on the device, the gates'
+        choices int32 [layers, T, K]."""
+        pool = self.pool
+        if self._on_device is not None and pool is not None:
+            hidden, routed = self._on_device(hidden, kv, batch, pool)
+            self.ran_on_device(routed, batch, pool)
+            return hidden, routed
         owners = _owners(batch)
         if self._fused is not None:
             step = hidden, kv, batch
             whole = run_fused(self._fused, self.experts, step, owners, self.chunk_tokens)
             if whole is not None:
-                return whole
+                return whole, None
         groups = self.experts.groups(batch.phase) if batch.phase == "prefill" else None
         if groups is None:
-            return self._run_layers(hidden, kv, batch, owners, range(len(self._layers)))
+            whole_stack = range(len(self._layers))
+            return self._run_layers(hidden, kv, batch, owners, whole_stack), None
         chunks = split_batch(batch, self.chunk_tokens)
         sizes = [len(chunk.positions) for chunk in chunks]
         parts = list(torch.split(hidden, sizes))
@@ -116,7 +142,7 @@ class MoeStack:
             places = [self._places[layer] for layer in group]
             for index, chunk in enumerate(chunks):
                 parts[index] = self._run_layers(parts[index], kv, chunk, owned[index], places)
-        return torch.cat(parts)
+        return torch.cat(parts), None
 
     def _run_layers(
         self,
@@ -149,11 +175,97 @@ class MoeStack:
             hidden = self._backbone(hidden, kv, batch, end, self._num_layers)
         return hidden
 
+    @property
+    def pool(self) -> ResidentPool | None:
+        """All experts on the device; None while a step must run layer by layer."""
+        return self.experts.resident_pool() if self._on_device is not None else None
+
+    def ran_on_device(self, routed: Tensor, batch: AttentionBatch, pool: ResidentPool) -> None:
+        """A step was enqueued whose gates write their choices to `routed` [layers, T, K]. While a
+        step is captured nothing is counted: the caller counts every replay."""
+        if routed.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        self._launched = DeviceStep(routed, batch, pool)
+
+    def launched_usage(self) -> Callable[[], tuple[MoeUsage, list[MoeUsage]]] | None:
+        """Where the last step only was enqueued: what waits for it and returns its costs."""
+        if self._launched is None:
+            return None
+        step, self._launched = self._launched, None
+        return partial(self._collect_usage, step)
+
+    def _collect_usage(self, step: DeviceStep) -> tuple[MoeUsage, list[MoeUsage]]:
+        demands, seconds = step.collect()
+        self.experts.record_device_step(step.pool.experts, demands, seconds)
+        return self.take_usage()
+
     def take_usage(self) -> tuple[MoeUsage, list[MoeUsage]]:
         """The costs of the steps since the last call: in total, and by sequence."""
         total, by_sequence = self.experts.end_step()
         spent, self._routing_s = self._routing_s, 0.0
         return replace(total, routing_s=total.routing_s + spent), by_sequence
+
+
+# above this many rows the device counts them
+_COUNTED_ON_HOST = 64
+
+
+class DeviceStep:
+    """The choices of a step's gates on their way to the host."""
+
+    def __init__(self, routed: Tensor, batch: AttentionBatch, pool: ResidentPool) -> None:
+        self.pool = pool
+        self._started = time.perf_counter()
+        self._sequences, rows = len(batch.context_lens), len(batch.positions)
+        self._own = rows == self._sequences
+        # a captured step may have padded rows behind its own
+        routed = routed[:, :rows]
+        # few rows of several sequences, of which one has a prompt: the device counts too
+        self._is_counted = rows > _COUNTED_ON_HOST or not (self._own or self._sequences == 1)
+        sent = self._count(routed, batch) if self._is_counted else routed.reshape(-1)
+        self._shape = routed.shape
+        self._arrived = torch.empty(sent.shape, dtype=torch.int32, pin_memory=sent.is_cuda)
+        self._arrived.copy_(sent, non_blocking=True)
+        self._copied = torch.cuda.current_stream(sent.device).record_event()
+
+    def _count(self, routed: Tensor, batch: AttentionBatch) -> Tensor:
+        """Rows per layer and expert; then, unless there is one sequence or each row is one, the
+        experts that each sequence uses in each layer."""
+        experts, device = self.pool.places.shape[1], routed.device
+        layers, rows, top_k = routed.shape
+        flat = routed.reshape(layers, -1).long()
+        ones = torch.ones_like(flat, dtype=torch.int32)
+        counts = torch.zeros((layers, experts), dtype=torch.int32, device=device)
+        counts.scatter_add_(1, flat, ones)
+        if self._own or self._sequences == 1:
+            return counts.view(-1)
+        numbers = torch.arange(rows, device=device)
+        owners = torch.searchsorted(batch.query_starts[1:].long(), numbers, right=True)
+        place = owners.repeat_interleave(top_k)[None, :] * experts + flat
+        used = torch.zeros((layers, self._sequences * experts), dtype=torch.int32, device=device)
+        used.scatter_(1, place, 1)
+        each = used.view(layers, self._sequences, experts).sum(2, dtype=torch.int32)
+        return torch.cat((counts.view(-1), each.view(-1)))
+
+    def collect(self) -> tuple[StepDemands, float]:
+        """Waits for the step. Returns what it used, and the seconds since it was enqueued."""
+        self._copied.synchronize()
+        seconds = time.perf_counter() - self._started
+        layers, _, top_k = self._shape
+        experts = self.pool.places.shape[1]
+        arrived = self._arrived.numpy()
+        if self._is_counted:
+            rows = arrived[: layers * experts].reshape(layers, experts).astype(np.int64)
+        else:
+            rows = count_demands(arrived.reshape(self._shape), experts)
+        if self._sequences == 1:
+            return StepDemands(rows, None), seconds
+        if self._own:
+            used = np.full((self._sequences, layers), top_k)
+        else:
+            used = arrived[layers * experts :].reshape(layers, -1).T
+        # all experts are in slots
+        return StepDemands(rows, np.stack((used, used), axis=2).astype(np.int64)), seconds
 
 
 def _mask(layer: MoeLayer, geometry: ExpertGeometry) -> None:

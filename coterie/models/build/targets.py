@@ -88,7 +88,7 @@ class TargetMatrix:
             weight = self.product.weight[self.first : last]
             rows = (x.to(weight.device) @ weight.float().T).cpu()
         else:
-            rows = self.product(x)[:, self.first : last]
+            rows = self.product(x)[:, self.first : last].cpu()
         return self._in_order(rows)
 
     def _norms_squared(self) -> Tensor:

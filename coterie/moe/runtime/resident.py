@@ -7,18 +7,19 @@ module reads tiers and strategies and changes neither.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from coterie.kernels.cpu.expert_mlp import RecordTable
+from coterie.kernels.device_record import UNIT_BYTES, DeviceRecord, device_record
 from coterie.moe.runtime.usage import UsageTally
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from coterie.kernels.expert_layout import ExpertLayout
     from coterie.moe.runtime.setup import RuntimeParts
     from coterie.moe.runtime.usage import UsageTelemetry
@@ -32,6 +33,31 @@ class ResidentExperts:
     on_device: NDArray[np.bool_]
 
 
+@dataclass(frozen=True, slots=True)
+class StepDemands:
+    """Which experts a step used."""
+
+    # [layers, experts]: rows per expert
+    rows: NDArray[np.int64]
+    # [sequences, layers, 2]: demanded experts, and those of them that are in slots; None: not known
+    by_sequence: NDArray[np.int64] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentPool:
+    """All experts in slots of a CUDA device, for its kernels."""
+
+    # all slots, and the size of each
+    arena: Tensor
+    slot_bytes: int
+    # int64 [layers, experts] on the device: an expert's place in the arena in units of 16 bytes
+    places: Tensor
+    # by layer
+    records: Mapping[int, DeviceRecord]
+    # for the counts of steps
+    experts: ResidentExperts
+
+
 class ResidentFinder:
     """Finds the resident experts, remembers the result, and counts the steps that used it."""
 
@@ -39,6 +65,9 @@ class ResidentFinder:
         self._parts, self._telemetry = parts, telemetry
         # by phase: `slots.changes` at that time, and the result
         self._found: dict[str, tuple[int, ResidentExperts]] = {}
+        self._pool: tuple[int, ResidentPool] | None = None
+        # of every pool: captured steps have its address
+        self._places: Tensor | None = None
 
     def find(self, phase: str) -> ResidentExperts | None:
         now = self._parts.slots.changes
@@ -50,25 +79,72 @@ class ResidentFinder:
             self._found[phase] = now, found
         return found
 
+    def find_pool(self) -> ResidentPool | None:
+        """All experts on a CUDA device, once nothing moves any more in any phase."""
+        now = self._parts.slots.changes
+        if self._pool is None or self._pool[0] != now:
+            found = find_resident_pool(self._parts)
+            self._pool = None if found is None else (now, self._in_place(found))
+        return None if self._pool is None else self._pool[1]
+
+    @torch.inference_mode()
+    def _in_place(self, pool: ResidentPool) -> ResidentPool:
+        if self._places is None:
+            self._places = pool.places
+            return pool
+        # behind all steps that read it
+        self._places.copy_(pool.places)
+        return replace(pool, places=self._places)
+
     def count(
         self, found: ResidentExperts, routed: Tensor, owners: Tensor | None, seconds: float
     ) -> NDArray[np.int64]:
         """Rows per layer and expert. The `seconds` of the step are divided equally by layers."""
-        ids, mask, geometry = routed.numpy(), found.on_device, self._parts.store.geometry
-        rows = count_demands(ids, geometry.num_experts)
-        used = rows > 0
-        hits = (used & mask).sum(axis=1).tolist()
-        for layer, slots, met in zip(geometry.layers, hits, used.sum(axis=1).tolist(), strict=True):
+        ids, mask = routed.numpy(), found.on_device
+        rows = count_demands(ids, mask.shape[1])
+        own = None if owners is None else demands_by_sequence(ids, owners.tolist(), mask)
+        self.add(found, StepDemands(rows, own), seconds)
+        return rows
+
+    def add(self, found: ResidentExperts, demands: StepDemands, seconds: float) -> None:
+        used, layers = demands.rows > 0, self._parts.store.geometry.layers
+        hits = (used & found.on_device).sum(axis=1).tolist()
+        for layer, slots, met in zip(layers, hits, used.sum(axis=1).tolist(), strict=True):
             tally = UsageTally()
             tally.device_hits, tally.host_runs = slots, met - slots
             tally.host_hits = met - slots
             tally.compute_s = seconds / len(hits)
             self._telemetry.add(layer, tally)
-        if owners is not None:
-            self._telemetry.attribute_resident(
-                demands_by_sequence(ids, owners.tolist(), mask), seconds
-            )
-        return rows
+        if demands.by_sequence is not None:
+            self._telemetry.attribute_resident(demands.by_sequence, seconds)
+
+
+def find_resident_pool(parts: RuntimeParts) -> ResidentPool | None:
+    device, geometry = parts.device, parts.store.geometry
+    settled = all(each.settled() for each in parts.strategies.values())
+    if device.device.type != "cuda" or not settled or device.pending:
+        return None
+    layouts = {layer: parts.store.layout(layer) for layer in geometry.layers}
+    records = {layer: device_record(layout) for layer, layout in layouts.items()}
+    known = {layer: record for layer, record in records.items() if record is not None}
+    if len(known) < len(records):
+        return None
+    if not all(device.holds(layer, geometry.present(layer)) for layer in geometry.layers):
+        return None
+    places = np.zeros((len(geometry.layers), geometry.num_experts), dtype=np.int64)
+    for row, layer in enumerate(geometry.layers):
+        for expert in geometry.present(layer):
+            slot = device.slot_of((layer, expert))
+            assert slot is not None
+            places[row, expert] = slot * device.slot_bytes // UNIT_BYTES
+    mask = np.ones(places.shape, dtype=bool)
+    return ResidentPool(
+        device.arena,
+        device.slot_bytes,
+        torch.from_numpy(places).to(device.device),
+        known,
+        ResidentExperts(device.tables, layouts, mask),
+    )
 
 
 def find_resident(parts: RuntimeParts, phase: str) -> ResidentExperts | None:

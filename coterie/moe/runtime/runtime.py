@@ -12,14 +12,21 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.core.errors import InternalError
 from coterie.kernels.cpu.expert_mlp import combine
 from coterie.moe.runtime.layer_executor import LayerExecutor, LayerJob
 from coterie.moe.runtime.predict import PredictionTracker
-from coterie.moe.runtime.resident import ResidentExperts, ResidentFinder
+from coterie.moe.runtime.resident import (
+    ResidentExperts,
+    ResidentFinder,
+    ResidentPool,
+    StepDemands,
+)
 from coterie.moe.runtime.setup import (
     PlacementContext,
     RuntimeParts,
@@ -135,11 +142,23 @@ class ExpertRuntime:
         recording = self.trace is not None or self.spans is not None
         return None if recording else self._resident_finder.find(phase)
 
+    def resident_pool(self) -> ResidentPool | None:
+        """All experts on a CUDA device, if no layer needs a decision, a move or a record."""
+        recording = self.trace is not None or self.spans is not None
+        return None if recording else self._resident_finder.find_pool()
+
     def record_resident_step(
         self, found: ResidentExperts, routed: Tensor, owners: Tensor | None, seconds: float
     ) -> None:
         """Count a step that `resident` allowed to run as a whole: routed int32 [layers, T, K]."""
-        rows = self._resident_finder.count(found, routed, owners, seconds)
+        self._observe(self._resident_finder.count(found, routed, owners, seconds))
+
+    def record_device_step(self, found: ResidentExperts, demands: StepDemands, s: float) -> None:
+        """The same for a step that `resident_pool` allowed, which took `s` seconds."""
+        self._resident_finder.add(found, demands, s)
+        self._observe(demands.rows)
+
+    def _observe(self, rows: NDArray[np.int64]) -> None:
         for strategy in dict.fromkeys(self.parts.strategies.values()):
             strategy.observe(rows)
         if self.heatmap is not None:

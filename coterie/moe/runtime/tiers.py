@@ -290,7 +290,9 @@ class DeviceTier:
             whole = self._arena.view(0, self.budget_bytes)
         else:
             whole = torch.empty(self.budget_bytes, dtype=torch.uint8, device=device)
-        size = store.slot_bytes
+        # all slots, one after another
+        self.arena = whole
+        size = self.slot_bytes = store.slot_bytes
         self._slots = [whole[at * size : (at + 1) * size] for at in range(num_slots)]
         self._nbytes = {layer: store.layout(layer).nbytes for layer in store.geometry.layers}
         self._keys: list[Key | None] = [None] * num_slots
@@ -351,6 +353,7 @@ class DeviceTier:
         for slot in range(self.num_slots):
             self.vacate(slot)
         self._slots.clear()
+        self.arena = torch.empty(0, dtype=torch.uint8)
         if self._arena is not None:
             self._arena.close()
 

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import CoterieError, WeightsError
+from coterie.kernels.device_record import arrange, device_record
 from coterie.moe.runtime.tiers import ExpertLoad, LoadTask, MemoryArena
 from coterie.weights.shortage import MemoryShortage, is_shortage
 
 if TYPE_CHECKING:
+    from coterie.kernels.expert_layout import ExpertLayout
     from coterie.moe.runtime.tiers import DeviceTier, HostEntry, HostTier
     from coterie.moe.runtime.usage import LayerTally
     from coterie.moe.store.base import ExpertStore, Key
@@ -219,7 +221,8 @@ class TierTransfer:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
             self._finish(load, target)
             return
-        load.event = self._copies.copy(source[:size], target, fence)
+        layout = self._store.layout(load.key[0])
+        load.event = self._copies.copy(source[:size], target, fence, layout)
         self._finish(load, target)
         # the source may be reused only when the copy is over
         load.event.synchronize()
@@ -261,8 +264,13 @@ class CudaCopies:
         # one for every thread, when the host tier has no room: a constant beside the budget
         self._arena = MemoryArena(depth * slot_bytes, pinned=True)
         self._staging: SimpleQueue[Tensor] = SimpleQueue()
+        # one thread at a time fills the buffer of arriving records
+        self._lock = threading.Lock()
         for index in range(depth):
             self._staging.put(self._arena.view(index * slot_bytes, slot_bytes))
+        self._arrange = _arranger()
+        # a record as the store has it, before it is arranged; the stream orders its uses
+        self._arriving = torch.empty(slot_bytes, dtype=torch.uint8, device=device)
 
     def fence(self) -> Any:
         """Everything the computing stream was given so far."""
@@ -274,11 +282,17 @@ class CudaCopies:
     def put_back(self, staging: Tensor) -> None:
         self._staging.put(staging)
 
-    def copy(self, source: Tensor, target: Tensor, fence: Any) -> Any:
-        with torch.cuda.stream(self._stream):
+    def copy(self, source: Tensor, target: Tensor, fence: Any, layout: ExpertLayout) -> Any:
+        """A store's record into a slot, arranged for the device's kernels if they support it."""
+        with self._lock, torch.cuda.stream(self._stream):
             if fence is not None:
                 self._stream.wait_event(fence)
-            target.copy_(source, non_blocking=True)
+            if device_record(layout) is None:
+                target.copy_(source, non_blocking=True)
+            else:
+                arriving = self._arriving[: len(source)]
+                arriving.copy_(source, non_blocking=True)
+                self._arrange(layout, arriving, target)
             return self._stream.record_event()
 
     def close(self) -> None:
@@ -286,6 +300,15 @@ class CudaCopies:
         while not self._staging.empty():
             self._staging.get()
         self._arena.close()
+
+
+def _arranger() -> Callable[[ExpertLayout, Tensor, Tensor], None]:
+    """One kernel where triton is installed, or its twin in torch."""
+    try:
+        from coterie.kernels.triton.arrange import arrange_record
+    except ImportError:
+        return arrange
+    return arrange_record
 
 
 class LoadWorkers:

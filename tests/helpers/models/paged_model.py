@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from coterie.kernels.batch import AttentionBatch
+from coterie.kernels.patch import Segment
 from coterie.models.base import CausalLM
 
 
@@ -27,7 +28,9 @@ class Paged:
         ]
         self.lengths = [0] * sequences
 
-    def step(self, rows: Sequence[tuple[int, Sequence[int]]]) -> list[Tensor]:
+    def step(
+        self, rows: Sequence[tuple[int, Sequence[int]]], patches: tuple[Segment, ...] = ()
+    ) -> list[Tensor]:
         """Append tokens to each named sequence in one batch; logits of every new row, per entry."""
         positions, slots, context = [], [], []
         for sequence, tokens in rows:
@@ -48,6 +51,7 @@ class Paged:
             block_tables=self.tables[[sequence for sequence, _ in rows]].to(device),
             block_size=self.block_size,
             phase="decode" if max(counts) == 1 else "prefill",
+            patches=patches,
         )
         ids = torch.tensor([token for _, part in rows for token in part], device=device)
         wanted = torch.arange(len(ids), device=device)

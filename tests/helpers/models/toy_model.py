@@ -25,6 +25,7 @@ from coterie.engine.draw import uniform
 from coterie.engine.engine import Engine
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.patch import Patch, PatchStack
+from coterie.models.build.cuda_graph import Compute
 
 VOCAB = 48
 EOS = 0
@@ -62,6 +63,7 @@ class ToyModel:
         self.kv_dtype = torch.int64
         self.weight_bytes = 0
         self.experts = None
+        self.is_captured = True
         self.fail_next = False
         self.num_rows = 0
 
@@ -72,13 +74,14 @@ class ToyModel:
         shape = self.kv_shape(num_blocks, block_size)
         return [torch.zeros(shape, dtype=self.kv_dtype) for _ in range(self.spec.num_layers)]
 
+    def launched_usage(self) -> None:
+        return None
+
     def take_usage(self) -> None:
         """There are no experts."""
 
-    def prepare(
-        self, kv: Sequence[Tensor], block_size: int, max_sequences: int, adapters: bool = False
-    ) -> None:
-        """There is nothing to compile."""
+    def prepare(self, *_: Any) -> None:
+        """There is nothing to capture."""
 
     def kv_bytes_per_token(self) -> int:
         return 32
@@ -105,6 +108,31 @@ class ToyModel:
             slots = blocks * batch.block_size + index % batch.block_size
             rows.append(chain_logits(tokens[slots].tolist(), positions[slots].tolist()))
         return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, VOCAB)
+
+
+def padded_forward(model: ToyModel) -> Compute:
+    """The toy as captured steps need it: rows behind the last sequence are padding."""
+
+    def compute(
+        token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor], rows: Tensor
+    ) -> tuple[Tensor, None]:
+        live = int((batch.slots >= 0).sum())
+        assert not batch.context_lens[live:].any()
+        logits = torch.zeros(len(token_ids), VOCAB)
+        if live:
+            own = AttentionBatch(
+                batch.positions[:live],
+                batch.slots[:live],
+                batch.query_starts[: live + 1],
+                batch.context_lens[:live],
+                batch.block_tables[:live],
+                batch.block_size,
+                phase="decode",
+            )
+            logits[:live] = model.forward(token_ids[:live], own, kv, rows[:live])
+        return logits, None
+
+    return compute
 
 
 def _apply_stacks(token_ids: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:

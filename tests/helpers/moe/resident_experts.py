@@ -45,6 +45,11 @@ class Resident:
     def resident(self, phase: str) -> None:
         """Every layer asks: that is what is tested."""
 
+    def resident_pool(self) -> None:
+        """There is no device."""
+
+    def record_device_step(self, found: Any, demands: Any, s: float) -> None: ...
+
     def groups(self, phase: str) -> tuple[tuple[int, ...], ...] | None:
         return self.layer_groups if phase == "prefill" else None
 

@@ -1,0 +1,160 @@
+"""MoE layers on a CUDA device while all experts are there: nothing is decided on the host.
+
+Everything of a step is enqueued without waiting, so that it can be captured. `DeviceMoeStack` runs
+any model layer by layer; `device_decoder` runs most models with fewer kernels. Import this module
+only where triton is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coterie.kernels.device_record import UNIT_BYTES
+from coterie.kernels.expert_gate import ExpertGate, choose_in_place
+from coterie.kernels.linear import ReferenceLinear
+from coterie.kernels.triton import expert_gemv as kernels
+from coterie.kernels.triton.expert_groups import ExpertScratch, run_experts_many
+from coterie.kernels.triton.expert_tiles import RowNorm
+from coterie.kernels.triton.layers import add_norm
+from coterie.kernels.triton.sizes import launches_early, pair_sizes
+
+if TYPE_CHECKING:
+    from coterie.kernels.batch import AttentionBatch
+    from coterie.kernels.device_record import DeviceRecord
+    from coterie.models.build.layers import GatedMlp
+    from coterie.models.build.moe import Backbone, MoeLayer
+    from coterie.moe.runtime.resident import ResidentPool
+
+# by precision: up to this many rows each (row, expert) pair has its own products
+PAIR_ROWS = {"fp32": 4, "bf16": 4, "int8": 8, "int4": 16}
+
+
+class DeviceMoeStack:
+    def __init__(self, backbone: Backbone, layers: Sequence[MoeLayer], num_layers: int) -> None:
+        self._backbone, self._layers, self._num_layers = backbone, layers, num_layers
+
+    def run(
+        self, hidden: Tensor, kv: Sequence[Tensor], batch: AttentionBatch, pool: ResidentPool
+    ) -> tuple[Tensor, Tensor]:
+        """hidden [T, D] after the stack, and the gates' choices: int32 [layers, T, K]."""
+        routed = new_choices(self._layers, len(hidden), hidden.device)
+        scratch = new_scratch(routed[0], pool, hidden)
+        first = 0
+        for row, layer in enumerate(self._layers):
+            hidden = self._backbone(hidden, kv, batch, first, layer.index + 1)
+            rows = layer.before(hidden)
+            own, chosen = layer_pool(pool, row, layer.index), routed_rows(routed[row])
+            _choose(rows, layer.gate, own.places, chosen)
+            out = torch.zeros_like(rows)
+            add_experts(rows, chosen, own, out, scratch, pool.slot_bytes)
+            if layer.shared is not None:
+                out = out + layer.shared(rows, batch.patches)
+            hidden = layer.after(hidden, out)
+            first = layer.index + 1
+        if first < self._num_layers:
+            hidden = self._backbone(hidden, kv, batch, first, self._num_layers)
+        return hidden, routed
+
+
+def new_choices(layers: Sequence[MoeLayer], rows: int, device: torch.device) -> Tensor:
+    """Room for the gates' choices: int32 [layers, rows, K]."""
+    shape = (len(layers), rows, layers[0].gate.rule.top_k)
+    return torch.empty(shape, dtype=torch.int32, device=device)
+
+
+def layer_pool(pool: ResidentPool, row: int, layer: int) -> kernels.ExpertPool:
+    return kernels.ExpertPool(pool.arena, pool.places[row], pool.records[layer])
+
+
+def routed_rows(ids: Tensor) -> kernels.RoutedRows:
+    """Room for the choices of a gate, whose ids go to `ids` [T, K]."""
+    device = ids.device
+    return kernels.RoutedRows(
+        ids,
+        torch.empty(ids.shape, dtype=torch.int64, device=device),
+        torch.empty(ids.shape, dtype=torch.float32, device=device),
+        torch.empty(len(ids), dtype=torch.float32, device=device),
+    )
+
+
+def pair_rows(pool: ResidentPool) -> int:
+    """Up to this many rows each (row, expert) pair has its own products."""
+    return min(PAIR_ROWS[record.kind] for record in pool.records.values())
+
+
+def cut_shared(shared: GatedMlp, record: DeviceRecord) -> Tensor | None:
+    """A shared expert as experts of the routed ones' width, whose sum it is: their records
+    [experts, elements]. None if its width or its type is another."""
+    gate_up, down = shared.gate_up, shared.down
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    if not isinstance(gate_up, ReferenceLinear) or not isinstance(down, ReferenceLinear):
+        return None
+    wanted, inner = kinds.get(record.kind), record.intermediate
+    same = gate_up.weight.dtype == down.weight.dtype == wanted
+    if not same or down.in_features % inner:
+        return None
+    count = down.in_features // inner
+    rows = gate_up.weight.view(2, count, inner, -1).transpose(0, 1)
+    columns = down.weight.view(-1, count, inner).transpose(0, 1)
+    return torch.cat((rows.reshape(count, -1), columns.reshape(count, -1)), dim=1)
+
+
+def with_shared(own: kernels.ExpertPool, top_k: int, cut: Tensor) -> kernels.RoutedRows:
+    """Room for the choices of a gate for one row, with the parts of a shared expert behind them:
+    these are chosen always, with weight 1."""
+    found = kernels.RoutedRows.empty(1, top_k + len(cut), cut.device)
+    # places may lead out of the pool
+    first = cut.data_ptr() - own.base.data_ptr()
+    assert first % UNIT_BYTES == 0 and cut[0].nbytes % UNIT_BYTES == 0
+    step = cut[0].nbytes // UNIT_BYTES
+    found.places[0, top_k:] = first // UNIT_BYTES + step * torch.arange(len(cut))
+    found.weights[0, top_k:] = 1.0
+    return found
+
+
+def new_scratch(ids: Tensor, pool: ResidentPool, hidden: Tensor) -> ExpertScratch | None:
+    """What all layers of a step share, where its rows are too many for products by pair."""
+    rows, top_k = ids.shape
+    largest = max(pool.records.values(), key=lambda record: record.intermediate)
+    if rows <= PAIR_ROWS[largest.kind]:
+        return None
+    experts = pool.places.shape[1]
+    return ExpertScratch.empty(rows, top_k, experts, largest, hidden.dtype, hidden.device)
+
+
+def add_experts(
+    x: Tensor,
+    routed: kernels.RoutedRows,
+    pool: kernels.ExpertPool,
+    hidden: Tensor,
+    scratch: ExpertScratch | None,
+    slot_bytes: int,
+    norm: RowNorm | None = None,
+) -> None:
+    """hidden += the weighted sum of the experts of each row of x, which is normed; then the norm of
+    hidden, if given."""
+    early = launches_early(x.device)
+    if scratch is not None:
+        run_experts_many(x, routed, pool, hidden, scratch, slot_bytes, dependent=early, norm=norm)
+        return
+    sizes, inner = pair_sizes(pool.record), pool.record.intermediate
+    acts = torch.empty((routed.ids.numel(), inner), dtype=x.dtype, device=x.device)
+    kernels.pair_gate_up(x, routed, pool, acts, sizes, dependent=early)
+    kernels.pair_down(acts, routed, pool, hidden, sizes, dependent=early)
+    if norm is not None:
+        add_norm(hidden, None, norm.weight, norm.eps, norm.out)
+
+
+def _choose(x: Tensor, gate: ExpertGate, places: Tensor, out: kernels.RoutedRows) -> None:
+    logits, penalty = gate.logits(x)
+    if gate.rule.groups == 1:
+        kernels.choose(logits, gate.rule, penalty, places, out)
+        return
+    ids, weights = choose_in_place(gate.rule, logits, penalty)
+    out.ids.copy_(ids)
+    out.weights.copy_(weights)
+    out.places.copy_(places[ids])
