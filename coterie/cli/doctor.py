@@ -69,6 +69,7 @@ def examine() -> machine.Facts:
         "models": machine.cached_models(),
     }
     report["used"] = machine.used(report["torch"], report["models"])
+    report["gpu_sizes"] = machine.gpu_sizes(report["torch"], report["models"])
     report["missing"] = _missing(report)
     return report
 
@@ -133,6 +134,7 @@ def render(report: machine.Facts) -> str:
         ("torch", torch["version"] or "not installed"),
         ("cuda", torch["cuda"] or "none"),
         ("triton", torch["triton"] or "none"),
+        ("gpu sizes", sizes_line(report["gpu_sizes"])),
         ("home", report["home"]["path"]),
     ]
     parts = [facts(pairs), _used(report["used"]), _models(report["models"])]
@@ -142,6 +144,20 @@ def render(report: machine.Facts) -> str:
         word = "missing" if fault["needed"] else "optional"
         parts.append(facts([(word, fault["what"]), ("  mend", fault["mend"])]))
     return "\n\n".join(parts)
+
+
+def sizes_line(sizes: machine.Facts | None) -> str:
+    """Whether the programs of this GPU have measured sizes."""
+    if sizes is None:
+        return "not needed"
+    lacking = {model: shapes for model, shapes in sizes["missing"].items() if shapes}
+    if not sizes["entries"]:
+        return f"no table for {sizes['device']}: safe defaults run; measure them: coterie tune"
+    line = f"{sizes['entries']} shapes measured for {sizes['device']}"
+    for model, shapes in lacking.items():
+        line += f"; {len(shapes)} of {model} are not ({', '.join(shapes)}) and run with safe "
+        line += f"defaults: coterie tune {model}"
+    return line
 
 
 def _used(used: machine.Facts) -> str:

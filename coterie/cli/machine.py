@@ -158,6 +158,32 @@ def used(torch: Facts, models: list[Facts]) -> Facts:
     }
 
 
+def gpu_sizes(torch: Facts, models: list[Facts]) -> Facts | None:
+    """The table of sizes of this machine's GPU, and by model the shapes that it lacks. None without
+    a GPU or triton."""
+    if not (torch["cuda"] and torch["triton"]):
+        return None
+    from coterie.core.errors import CoterieError
+    from coterie.kernels.size_table import device_name, read_table
+    from coterie.kernels.triton.tune import tune_cases
+    from coterie.models.gpu_shapes import model_shapes
+
+    known = read_table(device_name())
+    missing = {}
+    for model in models:
+        try:
+            cases = tune_cases(model_shapes(Path(model["path"])), "cuda")
+        except CoterieError:
+            continue
+        missing[model["source"]] = known.missing(case.shape for case in cases)
+    return {
+        "device": known.device,
+        "files": [str(file) for file in known.files],
+        "entries": len(known.entries),
+        "missing": missing,
+    }
+
+
 def _stored_dtype(path: Path) -> str | None:
     from coterie.core.errors import CoterieError
     from coterie.models.base import stored_dtype

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from coterie import __version__
-from coterie.cli import bench, carve, chat, doctor, keys, plan, pull, router, run, serve
+from coterie.cli import bench, carve, chat, doctor, keys, plan, pull, router, run, serve, tune
 from coterie.cli.expert import command as expert
 from coterie.cli.store import command as store
 from coterie.cli.terminal import width
@@ -35,6 +35,7 @@ COMMANDS: dict[str, ModuleType] = {
     "plan": plan,
     "doctor": doctor,
     "bench": bench,
+    "tune": tune,
 }
 
 EPILOG = """\

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.cli.terminal import progress, width
-from coterie.core.config import DTYPES
+from coterie.core.config import CAPTURES, DTYPES
 from coterie.core.errors import ConfigError, CoterieError
 from coterie.core.moe import PREDICTIONS, READS, WARMUPS
 from coterie.core.sampling import SAMPLING_FIELDS
@@ -46,6 +46,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
     parser.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: all)")
     parser.add_argument("--kv-bytes", type=size, metavar="SIZE", help="KV memory, such as 2GB")
+
+
+def add_capture(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--capture-graphs",
+        choices=CAPTURES,
+        help="when steps are captured on a GPU: before the first request, with the first step of "
+        "each size, or never (default: lazy)",
+    )
 
 
 def add_moe(parser: argparse.ArgumentParser) -> None:

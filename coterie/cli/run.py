@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.cli.options import (
+    add_capture,
     add_experts,
     add_model,
     add_moe,
@@ -50,6 +51,7 @@ out and lets the model go on with the text. --trace is for coterie plan --trace.
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    add_capture(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; - reads standard input")
     prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="as token ids")
@@ -85,6 +87,7 @@ def open_llm(args: argparse.Namespace) -> LLM:
         device=args.device or "auto",
         threads=args.threads or 0,
         kv_bytes=args.kv_bytes or 0,
+        capture_graphs=getattr(args, "capture_graphs", None) or "lazy",
         context=args.context or 0,
         # memory for adapters is reserved only if experts are requested
         adapters=DEFAULTS if experts else AdapterSettings(device_bytes=0),
@@ -204,6 +207,9 @@ def report(
     result: dict[str, Any] = {"speed": speed(usage, timings) | {"load_s": round(load_s, 6)}}
     result["weight_bytes"] = llm.info.weight_bytes
     result["kv_bytes"] = llm.info.kv_bytes
+    graphs = llm.graph_stats()
+    if graphs:
+        result["graphs"] = graphs
     moe_state = llm.moe_report()
     if moe is not None and moe_state is not None:
         result |= {"experts": moe_facts(moe), "tiers": moe_state}
@@ -213,6 +219,9 @@ def report(
 def render(report: Mapping[str, Any]) -> str:
     rates = report["speed"]
     memory = f"weights {nbytes(report['weight_bytes'])}, KV {nbytes(report['kv_bytes'])}"
+    if "graphs" in report:
+        graphs = report["graphs"]
+        memory += f", {graphs['graphs']:.0f} captured graphs {nbytes(graphs['graph_bytes'])}"
     lines = [
         ("prefill", f"{rates['prefill_tok_s']:.1f} tok/s in {seconds(rates['prefill_s'])}"),
         ("ttft", f"{seconds(rates['ttft_s'])} after {seconds(rates['load_s'])} of loading"),

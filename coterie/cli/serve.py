@@ -11,7 +11,7 @@ from pathlib import Path
 
 from coterie.api.auth import check_exposure, load_keys
 from coterie.cli.machine import is_installed
-from coterie.cli.options import add_model, add_moe, count, fetch, moe_options, size
+from coterie.cli.options import add_capture, add_model, add_moe, count, fetch, moe_options, size
 from coterie.core import spawn
 from coterie.core.config import LOG_LEVELS, Config, ServerSettings, load
 from coterie.core.errors import ConfigError, MissingDependency
@@ -46,6 +46,7 @@ _SETTINGS = {
     "device": "engine.device",
     "threads": "engine.threads",
     "kv_bytes": "engine.kv_bytes",
+    "capture_graphs": "engine.capture_graphs",
     "kv_cache_slots": "engine.kv_cache_slots",
     "max_queue": "engine.max_queue",
     "max_sequences": "engine.max_sequences",
@@ -60,6 +61,7 @@ _SETTINGS = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    add_capture(parser)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML settings")
     parser.add_argument("--host", help="address to bind (default: 127.0.0.1)")
     parser.add_argument("--port", type=port, help="port; 0 = any free one (default: 8000)")

@@ -173,8 +173,12 @@ def banner(url: str, pipeline: Pipeline, asks_key: bool) -> str:
     for name, info in specialists.items():
         sizes = [
             f"{nbytes(info[key])} {label}"
-            for key, label in (("weight_bytes", "weights"), ("kv_bytes", "KV"))
-            if key in info
+            for key, label in (
+                ("weight_bytes", "weights"),
+                ("kv_bytes", "KV"),
+                ("graph_bytes", "for graphs"),
+            )
+            if info.get(key)
         ]
         about = [info["dtype"], info["device"], f"context {info['max_model_len']}", *sizes]
         pairs.append(("model", f"{name} ({', '.join(about)})"))

@@ -51,10 +51,11 @@ def narrate(level: int = logging.INFO) -> None:
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Tick]:
-    """A callback for (bytes done, bytes in total). Shows nothing until it is called."""
-    bar = _rich_bar(label) if sys.stderr.isatty() else None
-    tick: Any = bar or _LineProgress(label)
+def progress(label: str, unit: str = "") -> Iterator[Tick]:
+    """A callback for (bytes done, bytes in total), or numbers of `unit`. Shows nothing until it is
+    called."""
+    bar = _rich_bar(label, unit) if sys.stderr.isatty() else None
+    tick: Any = bar or _LineProgress(label, unit)
     try:
         yield tick
     finally:
@@ -66,8 +67,8 @@ class _LineProgress:
 
     INTERVAL_S = 3.0
 
-    def __init__(self, label: str) -> None:
-        self.label = label
+    def __init__(self, label: str, unit: str = "") -> None:
+        self.label, self.unit = label, unit
         self.shown_at = 0.0
 
     def __call__(self, done: int, total: int | None) -> None:
@@ -75,6 +76,9 @@ class _LineProgress:
         if done != total and now - self.shown_at < self.INTERVAL_S:
             return
         self.shown_at = now
+        if self.unit:
+            note(f"{self.label}: {done} of {total} {self.unit}")
+            return
         share = f"{100 * done // total:3d}% of {total / 1e6:.0f} MB" if total else ""
         note(f"{self.label}: {share or f'{done / 1e6:.0f} MB'}")
 
@@ -82,16 +86,26 @@ class _LineProgress:
         self.shown_at = 0.0
 
 
-def _rich_bar(label: str) -> Any:
+def _rich_bar(label: str, unit: str = "") -> Any:
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            Progress,
+            TimeElapsedColumn,
+            TransferSpeedColumn,
+        )
     except ImportError:
         return None
 
     class Bar:
         def __init__(self) -> None:
-            columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
+            amounts: tuple[Any, ...] = (DownloadColumn(), TransferSpeedColumn())
+            if unit:
+                amounts = (MofNCompleteColumn(), unit, TimeElapsedColumn())
+            columns = ("{task.description}", BarColumn(), *amounts)
             self.view = Progress(*columns, console=Console(stderr=True), transient=True)
             self.task: Any = None
 

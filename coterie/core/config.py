@@ -29,6 +29,7 @@ from coterie.core.settings import (
 )
 
 DTYPES = ("auto", "fp32", "bf16", "int8", "int4")
+CAPTURES = ("start", "lazy", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -149,10 +150,19 @@ class EngineSettings:
         low=0,
     )
     max_step_tokens: int = key(
-        512,
+        0,
         "integer",
-        "Most tokens computed in one step; long prompts are cut to it.",
-        low=16,
+        "Most tokens computed in one step; long prompts are cut to it; 0 = 8192 on a GPU, 512 on a "
+        "CPU.",
+        low=0,
+        high=65536,
+    )
+    max_mixed_tokens: int = key(
+        0,
+        "integer",
+        "Most prompt tokens in a step in which other sequences decode: limits the gap between "
+        "their tokens; 0 = 2048 on a GPU, `max_step_tokens` on a CPU.",
+        low=0,
         high=65536,
     )
     max_sequences: int = key(
@@ -169,6 +179,13 @@ class EngineSettings:
         16, "integer", "Conversations whose KV blocks are kept longest.", low=0, high=4096
     )
     prefix_cache: bool = key(True, "flag", "Reuse the KV of shared prompt beginnings.")
+    capture_graphs: str = key(
+        "lazy",
+        "text",
+        "When steps are captured as CUDA graphs: `start` = before the server is ready, `lazy` = "
+        "with the first step of each size, `off` = never.",
+        among=CAPTURES,
+    )
     restart_backoff_s: float = key(
         0.5,
         "number",
@@ -344,6 +361,11 @@ def moe_settings(given: MoeSettings | Mapping[str, Any]) -> MoeSettings:
     return _section(MoeSettings, table, "moe")
 
 
+def check_capture(mode: str) -> None:
+    """Like a file's engine.capture_graphs."""
+    checked(_rules(EngineSettings)["capture_graphs"], mode, "capture_graphs")
+
+
 def _rules(kind: type[Any]) -> dict[str, SettingRule]:
     return {item.name: cast(SettingRule, item.metadata["rule"]) for item in fields(kind)}
 
@@ -368,7 +390,7 @@ def _check_together(config: Config) -> None:
                     f"validators.{index}.task_types: {kind!r} is none of {listed}",
                     param=f"validators.{index}.task_types",
                 )
-    if config.engine.max_step_tokens < config.engine.max_sequences:
+    if 0 < config.engine.max_step_tokens < config.engine.max_sequences:
         raise ConfigError(
             "engine.max_step_tokens is below engine.max_sequences: running streams would stall",
             param="engine.max_step_tokens",

@@ -71,7 +71,9 @@ class Started:
     stored_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+# a value as the others, but not frozen: one is made for every token, and that takes five times as
+# long if it is frozen
+@dataclass(slots=True)
 class Delta:
     """New tokens of one choice.
 

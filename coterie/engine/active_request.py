@@ -21,7 +21,7 @@ from coterie.core.sampling import check_sampling
 from coterie.engine.adapter_holds import AdapterPoolView, error_for_client
 from coterie.engine.beam import num_continuations
 from coterie.engine.blocks import root_digest
-from coterie.engine.detokenize import Detokenizer, StopMatch, TokenPieces, pieces_of, token_name
+from coterie.engine.detokenize import Detokenizer, StopMatch, TokenPieces, pieces_of
 from coterie.engine.draw import BadWords, make_draw
 from coterie.engine.grammar import Constraint, GrammarCache, GrammarTask
 from coterie.engine.sequence import BASE, Sequence, SequenceAdapters, SequenceStatus, TenantShare
@@ -177,6 +177,8 @@ class ActiveRequest:
         )
 
     def _unfinished(self) -> tuple[int, ...]:
+        if not self.constraints:
+            return ()
         has_begun = self.beginning is None
         return tuple(
             n for n, held in sorted(self.constraints.items()) if not (has_begun and held.may_end)
@@ -187,7 +189,7 @@ class ActiveRequest:
         return TokenLogprob(token, *self._names(token), score.logprob, top, score.rank)
 
     def _names(self, token: int) -> tuple[str, bytes]:
-        return token_name(self.pieces.tokenizer, token)
+        return self.pieces.name(token)
 
     def complete(self, choice: int) -> str | None:
         """The finish reason of a choice whose grammar allows no further token."""

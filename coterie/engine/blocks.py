@@ -11,6 +11,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
+from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -40,6 +41,16 @@ class BlockPool:
         self.owners[block] = 1
         return block
 
+    def acquire_all(self, count: int) -> list[int]:
+        """The same blocks as `count` calls of `acquire` give."""
+        first = len(self._free) - count
+        blocks = self._free[first:]
+        blocks.reverse()
+        del self._free[first:]
+        for block in blocks:
+            self.owners[block] = 1
+        return blocks
+
     def share(self, block: int) -> None:
         """Add an owner; also to a block that only the prefix cache kept."""
         self.owners[block] += 1
@@ -50,6 +61,15 @@ class BlockPool:
         assert left >= 0, f"block {block} released more often than acquired"
         self.owners[block] = left
         return left == 0
+
+    def release_all(self, blocks: Seq[int]) -> None:
+        """Remove an owner of each, in order, and free those without one."""
+        owners, free = self.owners, self._free
+        for block in blocks:
+            left = owners[block] = owners[block] - 1
+            assert left >= 0, f"block {block} released more often than acquired"
+            if not left:
+                free.append(block)
 
     def free(self, block: int) -> None:
         assert self.owners[block] == 0, f"block {block} freed while owned"
@@ -88,7 +108,8 @@ class BlockTables:
 DIGEST_BYTES = 16
 
 
-def root_digest(lane: str, adapters: Seq[AdapterChoice], tenant: str) -> bytes:
+@lru_cache(maxsize=1024)
+def root_digest(lane: str, adapters: tuple[AdapterChoice, ...], tenant: str) -> bytes:
     """The start of a hash chain. Every part has its length before it, so different inputs cannot
     give the same bytes."""
     hasher = blake2b(digest_size=DIGEST_BYTES, person=b"coterie-kv")
@@ -173,6 +194,13 @@ class PrefixCache:
             return None
         return self._pool.acquire()
 
+    def take_all(self, count: int) -> list[int]:
+        """So many blocks with one owner each. The caller checked `num_available`."""
+        while self._pool.num_free < count:
+            evicted = self._evict()
+            assert evicted, "admission counted blocks that are not there"
+        return self._pool.acquire_all(count)
+
     def release(self, block: int) -> None:
         if not self._pool.release(block):
             return
@@ -182,6 +210,14 @@ class PrefixCache:
             self._kept.add(block)
         else:
             self._idle[block] = None
+
+    def release_all(self, blocks: Seq[int]) -> None:
+        if self._digest_of:
+            for block in blocks:
+                self.release(block)
+        else:
+            # nothing is cached: what nobody owns is free
+            self._pool.release_all(blocks)
 
     def insert(self, block: int, digest: bytes) -> None:
         """Let `block` (owned, full, computed) be found by `digest`. If another block with the
@@ -281,8 +317,7 @@ class KVSpace:
         sequence.row = self.tables.acquire()
         for block in reused:
             self.cache.share(block)
-        self._append(sequence, reused)
-        self._append(sequence, [self._take() for _ in range(missing)])
+        self._append(sequence, reused + self.cache.take_all(missing))
         sequence.num_computed = len(reused) * self.block_size
         if self._reads_cache(sequence) and not sequence.num_preemptions:
             self.prefix_query_tokens += len(sequence.tokens)
@@ -299,15 +334,15 @@ class KVSpace:
         known = len(self.cache.match(sequence.chain[:num_full])) * self.block_size
         return max(num_full * self.block_size - max(known, sequence.num_virtual), 0)
 
-    def is_ready(self, sequence: Sequence) -> bool:
-        """Whether its next token can be written without another block."""
-        index = sequence.num_computed // self.block_size
+    def is_ready(self, sequence: Sequence, position: int) -> bool:
+        """Whether its token at `position` can be written without another block."""
+        index = position // self.block_size
         blocks = sequence.blocks
         return index < len(blocks) and self.pool.owners[blocks[index]] == 1
 
-    def extend(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
-        """Make the position of the next token writable: add a block, or copy a shared one."""
-        index = sequence.num_computed // self.block_size
+    def extend(self, sequence: Sequence, position: int, copies: list[tuple[int, int]]) -> bool:
+        """Make `position`, that of its next token, writable: add a block, or copy a shared one."""
+        index = position // self.block_size
         block = self.cache.take()
         if block is None:
             return False
@@ -315,7 +350,7 @@ class KVSpace:
             self._append(sequence, [block])
             return True
         shared = sequence.blocks[index]
-        if sequence.num_computed % self.block_size:
+        if position % self.block_size:
             copies.append((shared, block))
         self.cache.release(shared)
         sequence.blocks[index] = block
@@ -352,8 +387,8 @@ class KVSpace:
     def release(self, sequence: Sequence) -> None:
         """Free everything. Full blocks stay cached until their memory is needed."""
         # the tail first, so that it is evicted before the head, which others may share
-        for block in reversed(sequence.blocks):
-            self.cache.release(block)
+        sequence.blocks.reverse()
+        self.cache.release_all(sequence.blocks)
         sequence.blocks.clear()
         sequence.num_computed = 0
         if sequence.row is not None:
@@ -396,8 +431,3 @@ class KVSpace:
         held = len(sequence.blocks)
         sequence.blocks += blocks
         self.tables.array[sequence.row, held : held + len(blocks)] = blocks
-
-    def _take(self) -> int:
-        block = self.cache.take()
-        assert block is not None, "admission counted blocks that are not there"
-        return block

@@ -28,10 +28,18 @@ class TokenPieces(dict[int, str | None]):
         self.tokenizer = tokenizer
         self.skip_special = skip_special
         self._spoils: bool | None = None
+        self._names: dict[int, tuple[str, bytes]] = {}
 
     def __missing__(self, token: int) -> str | None:
         piece = self[token] = self._read(token)
         return piece
+
+    def name(self, token: int) -> tuple[str, bytes]:
+        """See `token_name`."""
+        found = self._names.get(token)
+        if found is None:
+            found = self._names[token] = token_name(self.tokenizer, token)
+        return found
 
     def decode(self, ids: Sequence[int], before: int | None) -> str:
         """The text of `ids` after the token `before` (None: at the start of the output)."""
@@ -142,22 +150,25 @@ class StopMatch(NamedTuple):
 class Detokenizer:
     """Feed every token once. Sent text is never taken back."""
 
-    __slots__ = ("_before", "_held", "_include_stop", "_longest", "_pieces", "_run", "_stops")
+    __slots__ = (
+        "_firsts", "_held", "_include_stop", "_longest", "_run", "_stops", "last", "pieces",
+    )  # fmt: skip
 
     def __init__(
         self, pieces: TokenPieces, stops: Sequence[str] = (), include_stop: bool = False
     ) -> None:
         """With `include_stop` the stop string is part of the text."""
-        self._pieces = pieces
+        self.pieces = pieces
         self._include_stop = include_stop
         self._stops = tuple(stop for stop in stops if stop)
         self._longest = max(map(len, self._stops), default=0)
+        self._firsts = frozenset(stop[0] for stop in self._stops)
         # text that may be the start of a stop string
         self._held = ""
         # tokens whose bytes are no characters yet
         self._run: list[int] = []
         # the last token that had text by itself; None before the first
-        self._before: int | None = None
+        self.last: int | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -166,12 +177,29 @@ class Detokenizer:
 
     def push(self, token: int, may_stop: bool = True) -> str | StopMatch:
         """The text that can be sent now, or the stop string that this token completed."""
-        text = self._pieces[token]
-        if text and self._before is not None and not self._run:
-            self._before = token
+        text = self.pieces[token]
+        if text and self.last is not None and not self._run:
+            self.last = token
         else:
             text = self._text(token)
         return self._hold(text, may_stop) if self._stops else text
+
+    def push_whole(self, token: int) -> str | None:
+        """The same as `push` for a known token that is whole characters behind whole ones, with no
+        text in which a stop string may begin; otherwise None, and nothing changes."""
+        text = self.pieces.get(token)
+        if not text or self._run or self.last is None:
+            return None
+        if self._stops and (self._held or not self._firsts.isdisjoint(text)):
+            return None
+        self.last = token
+        return text
+
+    @property
+    def sends_whole(self) -> bool:
+        """Whether the next token, if it has a text of whole characters, is sent as that text; then
+        `last` need only be set to it instead of `push`."""
+        return not self._stops and not self._run and self.last is not None
 
     def flush(self) -> str:
         """All text that was kept back. Called when the choice ended without a stop string."""
@@ -180,7 +208,7 @@ class Detokenizer:
         return text
 
     def _text(self, token: int) -> str:
-        piece = self._pieces[token]
+        piece = self.pieces[token]
         if piece is None:
             self._run.append(token)
             return self._whole_run()
@@ -189,30 +217,30 @@ class Detokenizer:
         if self._run:
             self._run.append(token)
             text = self._end_run()
-        elif self._before is None:
+        elif self.last is None:
             # the space of the first word may not belong to the text: the tokenizer decides
-            text = self._pieces.decode([token], None)
+            text = self.pieces.decode([token], None)
         else:
             text = piece
-        self._before = token
+        self.last = token
         return text
 
     def _whole_run(self) -> str:
         """The text of the run, if its bytes are characters that no later byte can change."""
-        data = b"".join(map(self._pieces.tokenizer.token_bytes, self._run))
+        data = b"".join(map(self.pieces.tokenizer.token_bytes, self._run))
         try:
             text = data.decode()
         except UnicodeDecodeError:
             return ""
-        if self._pieces.spoils(self._run, text):
+        if self.pieces.spoils(self._run, text):
             return ""
-        if self._before is None:
-            self._before = self._run[-1]
+        if self.last is None:
+            self.last = self._run[-1]
         self._run = []
         return text
 
     def _end_run(self) -> str:
-        text = self._pieces.decode(self._run, self._before)
+        text = self.pieces.decode(self._run, self.last)
         self._run = []
         return text
 

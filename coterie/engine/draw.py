@@ -78,6 +78,12 @@ class TokenPenalties:
         self._ids[place] = token
         self._counts[place] += 1
 
+    @property
+    def entries(self) -> tuple[dict[int, int], NDArray[np.int64], NDArray[np.float32]]:
+        """All tokens that occurred, and how often they were produced; with the index of each."""
+        seen = len(self._place)
+        return self._place, self._ids[:seen], self._counts[:seen]
+
     def fork(self) -> TokenPenalties:
         twin = object.__new__(TokenPenalties)
         twin.repetition, twin.presence = self.repetition, self.presence
@@ -157,9 +163,16 @@ class DrawState:
     is_greedy: bool = field(init=False)
     is_plain: bool = field(init=False)
     has_filters: bool = field(init=False)
+    # it has to know each token that was produced
+    follows_output: bool = field(init=False)
+    # the logits may have to be changed before they are used
+    may_edit: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_greedy = self.temperature < MIN_TEMPERATURE
+        self.follows_output = self.penalties is not None or self.constraint is not None
+        edits = (self.bias, self.penalties, self.bad_words, self.allowed)
+        self.may_edit = bool(self.min_output) or any(one is not None for one in edits)
         self.has_filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.typical_p < 1
         self.is_plain = (
             self.is_greedy
@@ -173,14 +186,32 @@ class DrawState:
             and self.constraint is None
         )
 
-    @property
-    def may_edit(self) -> bool:
-        edits = (self.bias, self.penalties, self.bad_words, self.allowed)
-        return bool(self.min_output) or any(one is not None for one in edits)
+    def may_run_ahead(self, num_output: int) -> bool:
+        """Whether the host can make its next draw before it knows the token drawn before.
+        `num_output` tokens are known."""
+        return (
+            not self.follows_output
+            and self.bad_words is None
+            and not self.num_continuations
+            and num_output >= self.min_output
+        )
 
-    def banned_behind(self, tokens: Sequence[int], num_prompt: int) -> Sequence[int]:
-        """Ids that must not follow the output, which starts at `num_prompt`."""
-        early = self.banned if len(tokens) - num_prompt < self.min_output else ()
+    @property
+    def is_host_drawn(self) -> bool:
+        """Whether no device can make its draws."""
+        return (self.typical_p < 1 and not self.is_greedy) or self.num_continuations > 0
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host takes part before or in each of its draws."""
+        return self.is_host_drawn or self.constraint is not None
+
+    def banned_behind(
+        self, tokens: Sequence[int], num_prompt: int, ahead: int = 0
+    ) -> Sequence[int]:
+        """Ids that must not follow the output, which starts at `num_prompt`; `ahead` tokens of it
+        are not known yet."""
+        early = self.banned if len(tokens) - num_prompt + ahead < self.min_output else ()
         if self.bad_words is None:
             return early
         return [*early, *self.bad_words.banned_behind(tokens, num_prompt)]

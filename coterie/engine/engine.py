@@ -1,5 +1,10 @@
 """The engine of one replica: several lanes with one model. Each step is schedule, run, commit.
 
+With `run_ahead` a step is launched before the tokens of the step before it are read, whenever that
+step is certain without them: the host then works while the device computes. Ends are found one step
+late, and the rows that ended sequences have in the step in flight are dropped. The results are the
+same.
+
 Not thread-safe: one thread calls it. Every accepted request ends with exactly one Finished or
 Failed, whatever the model or a request does.
 """
@@ -13,7 +18,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from coterie.core.errors import CoterieError, MissingDependency, WeightsError
 from coterie.core.events import Event
@@ -23,11 +28,11 @@ from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
 from coterie.engine.active_request import RequestSetup, open_request, refuse, sequence_adapters
 from coterie.engine.adapter_holds import AdapterHolds, AdapterPoolView
 from coterie.engine.detokenize import TokenPieces
+from coterie.engine.device_steps import LaunchedStep
 from coterie.engine.grammar import GrammarCache
 from coterie.engine.request_tracker import RequestTracker
 from coterie.engine.runner import Runner
 from coterie.engine.scheduler import Scheduler
-from coterie.engine.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from coterie.engine.step import StepPlan, StepResult
@@ -107,8 +112,12 @@ class Lane:
     def weight(self) -> float:
         return self.config.weight
 
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
     def num_pending_tokens(self) -> int:
-        running = sum(s.num_pending for s in self.scheduler.running)
+        running = sum(len(s.tokens) - s.num_computed for s in self.scheduler.running)
         return self.scheduler.num_waiting_tokens + running
 
     def first_token_s(self) -> float:
@@ -116,6 +125,14 @@ class Lane:
         busy = len(scheduler.waiting) + len(scheduler.running)
         ahead = max(busy + 1 - self.config.max_sequences, 0)
         return self.throughput.first_token_s(self.num_pending_tokens(), ahead)
+
+
+class StepFlight(NamedTuple):
+    """A launched step that is not committed yet."""
+
+    # the index of its lane
+    lane: int
+    launched: LaunchedStep
 
 
 class Engine:
@@ -129,8 +146,13 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         adapters: AdapterPoolView | None = None,
         batching: str = "mixed",
+        run_ahead: bool | None = None,
     ) -> None:
-        """`batching` of adapters: `mixed` or `grouped`, see core.adapters.AdapterSettings."""
+        """`batching` of adapters: `mixed` or `grouped`, see core.adapters.AdapterSettings.
+
+        `run_ahead`: launch a step before the tokens of the step before it are read; by default on
+        a GPU, as elsewhere it saves no time.
+        """
         self._replica = replica
         self._vocab = model.spec.vocab
         self._eos_ids = frozenset((*tokenizer.eos_ids, *model.spec.eos_ids))
@@ -145,13 +167,23 @@ class Engine:
             runner = Runner(model, config, tables, adapters is not None, self._grammars.work)
             self._lanes.append(Lane(config, scheduler, runner))
         self._lane_named = {lane.config.name: lane for lane in self._lanes}
-        self._turns = DeficitRoundRobin(self._lanes, lambda lane: lane.scheduler.has_work)
+        self._turns = DeficitRoundRobin(self._lanes, lambda lane: lane.has_work)
+        self._runs_ahead = model.device.type == "cuda" if run_ahead is None else run_ahead
+        # the step that was launched ahead by the last call of `step`
+        self._flight: StepFlight | None = None
         schedulers = {lane.config.name: lane.scheduler for lane in self._lanes}
         self._tracker = RequestTracker(schedulers, replica, clock)
         self._outbox: list[Event] = []
         self._num_added = 0
         self._counts = dict.fromkeys(COUNTERS, 0.0)
         self._experts = None if model.experts is None else MoeMaintenance(model.experts)
+        # counts of captured graphs, where there are any
+        self.graph_stats: Callable[[], dict[str, float]] = dict
+
+    def capture(self, progress: Callable[[int, int], None]) -> None:
+        """Capture the steps of all lanes now, not when they are first needed."""
+        for lane in self._lanes:
+            lane.runner.capture(progress)
 
     def add(self, assignment: Assignment) -> Admitted | Rejected:
         """Put a request into its lane's queue, or return why not. Never raises for bad input."""
@@ -189,7 +221,8 @@ class Engine:
         self._tracker.abort(request_id, self._outbox)
 
     def has_work(self) -> bool:
-        return bool(self._outbox) or any(lane.scheduler.has_work for lane in self._lanes)
+        has_work = any(lane.has_work for lane in self._lanes)
+        return has_work or bool(self._outbox) or self._flight is not None
 
     def step(self) -> list[Event]:
         """Schedule, run, commit. Returns the events since the last call."""
@@ -198,27 +231,65 @@ class Engine:
         self._grammars.work.begin_step()
         self._tracker.settle(events)
         self._tracker.expire(events)
-        index, plan = self._schedule(events)
-        if plan is None:
-            if not events:
-                self._wait_for_background()
+        flight, self._flight = self._flight, None
+        if flight is None:
+            index, plan = self._schedule(events)
+            if plan is None:
+                if not events:
+                    self._wait_for_background()
+                return events
+            self._counts["schedule_s"] += time.perf_counter() - started
+            try:
+                flight = StepFlight(index, self._lanes[index].runner.launch(plan))
+            except Exception as error:
+                self._failed(index, plan, error, events)
+                return events
+        if not self._runs_ahead:
+            self._land(flight, started, events)
             return events
-        lane = self._lanes[index]
-        scheduled = time.perf_counter()
+        index, problem = flight.lane, None
+        ahead = self._schedule_ahead(flight)
+        if ahead is not None:
+            try:
+                launched = self._lanes[index].runner.launch(ahead, flight.launched)
+                self._flight = StepFlight(index, launched)
+            except Exception as error:
+                problem = error
+        self._land(flight, started, events)
+        if ahead is not None and problem is not None:
+            self._failed(index, ahead, problem, events)
+        return events
+
+    def _schedule_ahead(self, flight: StepFlight) -> StepPlan | None:
+        """The plan after a launched one, if it is certain already."""
+        lane = self._lanes[flight.lane]
+        if any(other.has_work for other in self._lanes if other is not lane):
+            return None
+        if self._experts is not None and not self._experts.are_settled:
+            return None
+        started = time.perf_counter()
+        plan = lane.scheduler.schedule_ahead(flight.launched.plan, lane.runner.counts_on_device)
+        self._counts["schedule_s"] += time.perf_counter() - started
+        return plan
+
+    def _land(self, flight: StepFlight, started: float, events: list[Event]) -> None:
+        """Wait for a launched step and commit it. Another one may have been launched after it."""
+        lane, plan = self._lanes[flight.lane], flight.launched.plan
         try:
-            result = lane.runner.run(plan)
+            result = lane.runner.collect(flight.launched)
         except Exception as error:
-            self._failed(plan, error, events)
-            return events
+            self._failed(flight.lane, plan, error, events)
+            return
         ran = time.perf_counter()
-        lane.scheduler.commit(plan)
+        num_ended = lane.scheduler.commit(plan)
         self._tracker.commit(plan, result, events)
-        self._account(index, plan, result, (started, scheduled, ran))
+        if num_ended < len(plan.rows):
+            self._account(flight, result, (started, ran), num_ended)
         if self._experts is not None:
-            moved = self._experts.after_step(plan, result)
+            # a step in flight reads the experts where they are
+            moved = self._experts.after_step(plan, result, update=self._flight is None)
             if moved is not None:
                 self._tracker.charge_moe_updates(plan, moved)
-        return events
 
     def _wait_for_background(self) -> None:
         """Wait briefly, because nothing can run before an adapter or a grammar is ready."""
@@ -230,10 +301,14 @@ class Engine:
 
     def settle_moe(self, updates: int) -> None:
         """Between requests: move MoE experts to where they are used, `updates` rounds at most."""
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            self._land(flight, time.perf_counter(), self._outbox)
         if self._experts is not None:
             self._experts.update(updates)
 
-    def _failed(self, plan: StepPlan, error: Exception, events: list[Event]) -> None:
+    def _failed(self, index: int, plan: StepPlan, error: Exception, events: list[Event]) -> None:
+        self._lanes[index].scheduler.landed(plan)
         fields = {"replica": self._replica}
         if isinstance(error, WeightsError):
             # the message names files, never a prompt
@@ -272,6 +347,7 @@ class Engine:
             | {"grammar_s": work.waited_s, "grammar_late": float(work.num_late)}
             | experts
             | adapters
+            | self.graph_stats()
             | {
                 "running": sum(len(scheduler.running) for scheduler in schedulers),
                 "waiting": sum(len(scheduler.waiting) for scheduler in schedulers),
@@ -291,7 +367,8 @@ class Engine:
     def _schedule(self, events: list[Event]) -> tuple[int, StepPlan | None]:
         for index in self._turns.order():
             scheduler = self._lanes[index].scheduler
-            plan = scheduler.schedule()
+            others = (lane for lane in self._lanes if lane.scheduler is not scheduler)
+            plan = scheduler.schedule(shared=any(lane.has_work for lane in others))
             for sequence in scheduler.started:
                 self._tracker.start(sequence, events)
             scheduler.started.clear()
@@ -308,18 +385,18 @@ class Engine:
             self._tracker.fail_adapters(sequence, self._holds.failure(sequence.adapter_key), events)
 
     def _account(
-        self, index: int, plan: StepPlan, result: StepResult, times: tuple[float, float, float]
+        self, flight: StepFlight, result: StepResult, times: tuple[float, float], num_ended: int
     ) -> None:
-        started, scheduled, ran = times
+        """Count a step, without the rows of `num_ended` sequences that ended before it."""
+        started, ran = times
         now = time.perf_counter()
-        lane, counts = self._lanes[index], self._counts
-        self._turns.charge(index, plan.num_tokens)
+        plan, lane, counts = flight.launched.plan, self._lanes[flight.lane], self._counts
+        self._turns.charge(flight.lane, plan.num_tokens)
         ended = self._tracker.num_ended.pop(lane.config.name, 0)
-        lane.throughput.record(now - started, plan.num_tokens, ended)
+        lane.throughput.record(now - started, plan.num_tokens - num_ended, ended)
         counts["steps"] += 1
         counts["prefill_tokens"] += plan.num_prefill_tokens
-        counts["generated_tokens"] += len(plan.draws)
-        counts["schedule_s"] += scheduled - started
+        counts["generated_tokens"] += len(plan.draws) - num_ended
         counts["run_s"] += result.run_s
         counts["sample_s"] += result.sample_s
         counts["commit_s"] += now - ran
@@ -337,11 +414,19 @@ class MoeMaintenance:
         # updates that failed
         self._failed = 0
 
-    def after_step(self, plan: StepPlan, result: StepResult) -> MoeUsage | None:
-        """Update the experts. Returns the cost for the requests that continue, if there was one."""
+    @property
+    def are_settled(self) -> bool:
+        """Whether all experts are where they are used, so that updates have nothing to move."""
+        runtime = self._runtime
+        return runtime.resident("decode") is not None or runtime.resident_pool() is not None
+
+    def after_step(self, plan: StepPlan, result: StepResult, update: bool) -> MoeUsage | None:
+        """Count the step and, with `update`, move experts. Returns the cost for the requests that
+        continue, if there was one."""
         if result.dispatch is not None:
             self._total += result.dispatch.total
-        return self.update(1) if plan.num_tokens > plan.num_prefill_tokens else None
+        decodes = plan.num_tokens > plan.num_prefill_tokens
+        return self.update(1) if update and decodes else None
 
     def update(self, rounds: int) -> MoeUsage | None:
         """A failed move is only logged: a request that needs that expert gets the error."""

@@ -9,19 +9,31 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Sequence as Seq
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple, cast
 
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest, WeightsError
 from coterie.core.events import Delta, Event, Failed
 from coterie.core.moe import MoeUsage
 from coterie.core.sampling import value_of
-from coterie.engine.active_request import ActiveRequest
+from coterie.engine.active_request import ActiveRequest, RequestTimes
 from coterie.engine.adapter_holds import error_for_client
 from coterie.engine.beam import BeamSearch
+from coterie.engine.detokenize import Detokenizer
+from coterie.engine.draw import TokenPenalties
 from coterie.engine.grammar import GrammarTask
 from coterie.engine.scheduler import Scheduler
 from coterie.engine.sequence import Sequence, SequenceStatus
-from coterie.engine.step import BeamScores, LateDraw, StepPlan, StepResult, StepUsage, TokenScore
+from coterie.engine.step import (
+    BeamScores,
+    DecodeRows,
+    LateDraw,
+    StepPlan,
+    StepResult,
+    StepUsage,
+    TokenScore,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +43,47 @@ SLACK = 64
 FAILED = "the engine failed on this request; the log has the reason"
 # the message for clients; the text of a weights error names files of this machine
 UNREADABLE = "weights of {lane} could not be read or are damaged; the server's log has the reason"
+
+
+class DecodeStream(NamedTuple):
+    """What one more token of a sequence is compared with and added to."""
+
+    request: ActiveRequest
+    clock: RequestTimes
+    text: Detokenizer
+    tokens: list[int]
+    stop_ids: frozenset[int]
+    max_total: int
+    penalties: TokenPenalties | None
+
+
+class DecodeStreams:
+    """The streams of all rows of decode steps with the same sequences, until one of them ends."""
+
+    def __init__(self, sequences: list[Sequence], streams: list[DecodeStream]) -> None:
+        self.sequences, self.streams = sequences, streams
+        self.ids = [sequence.request_id for sequence in sequences]
+        # whether some are choices of one request
+        self.has_siblings = len(set(self.ids)) < len(self.ids)
+        self.choices = [sequence.choice for sequence in sequences]
+        self.stop_ids = frozenset[int]().union(*(stream.stop_ids for stream in streams))
+        self.penalised = [row for row, one in enumerate(streams) if one.penalties is not None]
+        # rows whose text may be kept back; steps until the first row is complete
+        self.kept_back = {row for row, one in enumerate(streams) if not one.text.sends_whole}
+        self.num_left = min(stream.max_total - len(stream.tokens) for stream in streams)
+
+    def special(self, tokens: Seq[int], texts: Seq[str | None]) -> list[int]:
+        """The rows whose token may end them or may not be sent as it is, in order."""
+        self.num_left -= 1
+        if self.num_left <= 0:
+            return list(range(len(tokens)))
+        found = self.kept_back
+        if not all(texts):
+            found = found.union([row for row, text in enumerate(texts) if not text])
+        if not self.stop_ids.isdisjoint(tokens):
+            ends = self.stop_ids
+            found = found.union([row for row, token in enumerate(tokens) if token in ends])
+        return sorted(found)
 
 
 class RequestTracker:
@@ -44,6 +97,9 @@ class RequestTracker:
         # requests whose grammars have not started, and draws whose tokens are not final
         self._beginning: dict[str, ActiveRequest] = {}
         self._late: dict[Sequence, LateDraw] = {}
+        # made when a sequence decodes
+        self._streams: dict[Sequence, DecodeStream] = {}
+        self._decoding: DecodeStreams | None = None
         # requests that ended, by lane
         self.num_ended: Counter[str] = Counter()
 
@@ -165,10 +221,18 @@ class RequestTracker:
             request = self._requests[sequence.request_id]
             request.prompt_scores[position - sequence.num_virtual] = found
         requests, scores = self._requests, result.scores
+        if isinstance(plan.rows, DecodeRows) and not (scores or result.beams or result.late):
+            self._commit_decoded(plan.rows.sequences, result.tokens, events)
+            return
+        now = self._now()
         for index, sequence in enumerate(plan.draws):
+            if not (scores or result.beams or result.late):
+                self._decode(sequence, result.tokens[index], events, now)
+                continue
             drawer = requests.get(sequence.request_id)
-            # the request may have ended because of an earlier draw of this step
-            if drawer is None:
+            # it may have ended because of an earlier draw of this step, or of the step before if
+            # this one was launched before that was known
+            if drawer is None or sequence.status is SequenceStatus.ENDED:
                 if index in result.late:
                     result.late[index].job.drop()
             elif index in result.late:
@@ -184,6 +248,107 @@ class RequestTracker:
             else:
                 score = scores.get(index) if scores else None
                 self._drawn(drawer, sequence, result.tokens[index], score, events)
+
+    def _commit_decoded(
+        self, sequences: list[Sequence], tokens: Seq[int], events: list[Event]
+    ) -> None:
+        """`commit` of tokens that have no scores. Most of them are whole text and end nothing."""
+        now, batch = self._now(), self._decoding
+        if batch is None or batch.sequences is not sequences:
+            batch = self._decoding = self._join(sequences)
+        if batch is None:
+            for sequence, token in zip(sequences, tokens, strict=True):
+                self._decode(sequence, token, events, now)
+            return
+        # all streams have the same pieces
+        texts = list(map(batch.streams[0].text.pieces.get, tokens))
+        first = 0
+        for row in batch.special(tokens, texts):
+            self._extend(batch, range(first, row), tokens, texts, events, now)
+            first = row + 1
+            self._decode(sequences[row], tokens[row], events, now)
+            if batch.has_siblings and batch.ids[row] not in self._requests:
+                # if it failed, its other choices ended with it
+                for sequence, token in zip(sequences[first:], tokens[first:], strict=True):
+                    self._decode(sequence, token, events, now)
+                return
+            if batch.streams[row].text.sends_whole:
+                batch.kept_back.discard(row)
+            else:
+                batch.kept_back.add(row)
+        self._extend(batch, range(first, len(tokens)), tokens, texts, events, now)
+
+    def _decode(self, sequence: Sequence, token: int, events: list[Event], now: float) -> None:
+        # also the stream of another row may have ended just now
+        stream = self._streams.get(sequence)
+        if stream is None:
+            self._decoded(sequence, token, events)
+            return
+        request, clock, detokenizer, output, stop_ids, limit, penalties = stream
+        text = None
+        if token not in stop_ids and len(output) + 1 < limit:
+            text = detokenizer.push_whole(token)
+        if text is None:
+            self._drawn(request, sequence, token, None, events)
+            return
+        clock.last_token = now
+        output.append(token)
+        if penalties is not None:
+            penalties.produced(token)
+        request.num_completion += 1
+        events.append(Delta(sequence.request_id, sequence.choice, text, (token,)))
+
+    def _join(self, sequences: list[Sequence]) -> DecodeStreams | None:
+        """The streams of all sequences; None if one has none or is shown otherwise."""
+        streams: list[DecodeStream] = []
+        for sequence in sequences:
+            stream = self._streams.get(sequence)
+            if stream is None or (streams and stream.text.pieces is not streams[0].text.pieces):
+                return None
+            streams.append(stream)
+        return DecodeStreams(sequences, streams)
+
+    def _extend(
+        self,
+        batch: DecodeStreams,
+        rows: range,
+        tokens: Seq[int],
+        texts: Seq[str | None],
+        events: list[Event],
+        now: float,
+    ) -> None:
+        """Send the tokens of rows whose texts are whole and that go on."""
+        part = slice(rows.start, rows.stop)
+        some = tokens[part]
+        for row in batch.penalised:
+            if rows.start <= row < rows.stop:
+                cast("TokenPenalties", batch.streams[row].penalties).produced(tokens[row])
+        for (request, clock, text, output, _, _, _), token in zip(
+            batch.streams[part], some, strict=True
+        ):
+            clock.last_token = now
+            output.append(token)
+            request.num_completion += 1
+            text.last = token
+        ids, choices, sent = batch.ids[part], batch.choices[part], cast("Seq[str]", texts[part])
+        events += map(Delta, ids, choices, sent, zip(some, strict=True))
+
+    def _decoded(self, sequence: Sequence, token: int, events: list[Event]) -> None:
+        """A token of a sequence that has no stream: none yet, or not any more."""
+        request = self._requests.get(sequence.request_id)
+        if request is None or sequence.status is SequenceStatus.ENDED:
+            return
+        self._drawn(request, sequence, token, None, events)
+        if sequence.row is not None and sequence.draw.constraint is None:
+            self._streams[sequence] = DecodeStream(
+                request,
+                request.clock,
+                request.texts[sequence.choice],
+                sequence.tokens,
+                request.stop_ids,
+                sequence.max_total,
+                sequence.draw.penalties,
+            )
 
     def _stamp(self, request: ActiveRequest, events: list[Event]) -> None:
         now, clock = self._now(), request.clock
@@ -212,7 +377,7 @@ class RequestTracker:
     def _charge(self, plan: StepPlan, usage: StepUsage) -> None:
         for row, cost in zip(plan.rows, usage.rows, strict=True):
             request = self._requests.get(row.sequence.request_id)
-            if request is not None:
+            if request is not None and row.sequence.status is not SequenceStatus.ENDED:
                 request.moe = cost if request.moe is None else request.moe + cost
 
     def charge_moe_updates(self, plan: StepPlan, cost: MoeUsage) -> None:
@@ -236,9 +401,8 @@ class RequestTracker:
         events: list[Event],
     ) -> None:
         sequence.tokens.append(token)
-        draw = sequence.draw
-        if draw.penalties is not None or draw.constraint is not None:
-            draw.produced(token)
+        if sequence.draw.follows_output:
+            sequence.draw.produced(token)
         count = len(sequence.tokens) - sequence.num_prompt
         delta = request.produce(sequence.choice, token, count, score)
         events.append(delta)
@@ -282,7 +446,7 @@ class RequestTracker:
         typed = error if isinstance(error, CoterieError) else None
         for row in plan.rows:
             request = self._requests.get(row.sequence.request_id)
-            if request is not None:
+            if request is not None and row.sequence.status is not SequenceStatus.ENDED:
                 log.error("request_lost_with_step", extra=self._fields(request))
                 if isinstance(error, WeightsError):
                     typed = WeightsError(UNREADABLE.format(lane=request.assignment.lane))
@@ -316,8 +480,11 @@ class RequestTracker:
     def _end(
         self, request: ActiveRequest, sequence: Sequence, session: Hashable | None = None
     ) -> None:
-        request.blocks.update(sequence.blocks)
-        self._schedulers[request.assignment.lane].end(sequence, session)
+        scheduler = self._schedulers[request.assignment.lane]
+        request.blocks.update(scheduler.used_blocks(sequence))
+        scheduler.end(sequence, session)
+        if self._streams.pop(sequence, None) is not None:
+            self._decoding = None
         late = self._late.pop(sequence, None)
         if late is not None:
             late.job.drop()

@@ -4,14 +4,17 @@ Order: logit bias, penalties, bans (early end, bad words), allowed ids, grammar,
 top-p, min-p, typical.
 Logprobs are the log softmax of the raw logits, before all of these. Rows never influence each
 other.
+
+`Sampler.sample` draws and returns the tokens. On a GPU, draws that need nothing from the host are
+enqueued by `launch` and read by `read_draws`, so that the host need not wait in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container
 from collections.abc import Sequence as Seq
-from functools import partial
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,9 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.engine.draw import DrawState, noise_key, uniforms
+from coterie.engine.edits import edit_arrays
 from coterie.engine.grammar import GrammarTask, GrammarWork, allowed_tokens
 from coterie.engine.sequence import Sequence
 from coterie.engine.step import BeamScores, LateDraw, TokenScore
+from coterie.kernels.draws import DrawParameters, LogitEdits
+from coterie.kernels.step_message import DrawColumns
 
 
 class SampleResult(NamedTuple):
@@ -67,29 +73,193 @@ class SampleBatch:
         self.constrained = [i for i, _ in constrained_draws]
         self.constraints = [constraint for _, constraint in constrained_draws]
         self.scored = [i for i, draw in enumerate(params) if draw.logprobs is not None]
-        self.groups = []
+        self.num_top = max((params[i].logprobs or 0 for i in self.scored), default=0)
+        # drawn with noise
+        self.noisy = [
+            i for i, draw in enumerate(params) if not draw.is_greedy and not draw.num_continuations
+        ]
+        self._params, self._device = params, device
+
+    @cached_property
+    def groups(self) -> list[FilterGroup]:
+        groups = []
         for filtered in (True, False):
-            chosen = [
-                i
-                for i, draw in enumerate(params)
-                if not draw.is_greedy and draw.has_filters is filtered and i not in self.beams
-            ]
+            chosen = [i for i in self.noisy if self._params[i].has_filters is filtered]
             if chosen:
-                some = [params[i] for i in chosen]
-                keys = np.array([noise_key(d.seed, d.choice) for d in some], dtype=np.uint64)
-                self.groups.append(FilterGroup(chosen, filtered, make_filters(some, device), keys))
-        self.num_drawn = sum(len(group.indices) for group in self.groups)
+                some = [self._params[i] for i in chosen]
+                filters = make_filters(some, self._device)
+                groups.append(FilterGroup(chosen, filtered, filters, _keys(some)))
+        return groups
+
+    @cached_property
+    def columns(self) -> DrawColumns:
+        return draw_columns(self.draws)
+
+    @cached_property
+    def is_host_drawn(self) -> bool:
+        """A grammar may replace a token, and its logprob with it."""
+        scored = bool(self.constrained) and bool(self.scored)
+        return scored or any(draw.is_host_drawn for draw in self._params)
+
+    def num_output(self, chosen: Seq[int], ahead: int) -> list[int]:
+        """The output tokens before each draw; `ahead` of them are not known yet."""
+        draws = self.draws
+        return [len(draws[i].tokens) - draws[i].num_prompt + ahead for i in chosen]
+
+
+def draw_columns(draws: Seq[Sequence]) -> DrawColumns:
+    params = [one.draw for one in draws]
+    cuts = any(draw.top_k > 0 or draw.top_p < 1 for draw in params if not draw.is_greedy)
+    greedy = all(draw.is_greedy for draw in params)
+    return DrawColumns(
+        np.array([draw.temperature for draw in params], dtype=np.float32),
+        np.array([min(draw.top_k, _MAX_TOP_K) for draw in params], dtype=np.int32),
+        np.array([draw.top_p for draw in params], dtype=np.float64),
+        np.array([draw.min_p for draw in params], dtype=np.float64),
+        _keys(params),
+        np.array([one.num_prompt for one in draws], dtype=np.int64),
+        "greedy" if greedy else "filtered" if cuts else "plain",
+    )
+
+
+# more than any vocabulary has
+_MAX_TOP_K = 2**31 - 1
+
+
+def _keys(draws: Seq[DrawState]) -> NDArray[np.uint64]:
+    return np.array([noise_key(draw.seed, draw.choice) for draw in draws], dtype=np.uint64)
+
+
+class ModelOutput(NamedTuple):
+    """Where a model's logits are, and how many each row has."""
+
+    device: torch.device
+    vocab: int
+
+
+class DeviceDraws(Protocol):
+    """Draws on a device. Nothing here may wait for the device."""
+
+    def draw(
+        self,
+        logits: Tensor,
+        parameters: DrawParameters,
+        noise: Tensor,
+        need: str,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Token ids int64 [R] of logits fp32 [R, V] with noise fp64 [R], also in `out`. `need`:
+        what all rows need at most: "greedy", "plain" (no top-k and top-p) or "filtered"."""
+
+    def edit(self, logits: Tensor, edits: LogitEdits, unknown: Tensor | None, copy: bool) -> Tensor:
+        """Logits with the edits, after `unknown` [R], the last token of each output, is counted.
+        With `copy` the given logits stay as they are."""
+
+    def score(self, logits: Tensor, tokens: Tensor, num_top: int) -> list[Tensor]:
+        """See `score_tensors`."""
+
+
+class LaunchedDraws(NamedTuple):
+    """Draws that the device makes. `copies` are in pinned memory and valid when it has made them:
+    tokens, and for the scored draws their logprobs, the ids and the logprobs of alternatives."""
+
+    batch: SampleBatch
+    # int64 [draws], on the device
+    tokens: Tensor
+    copies: list[Tensor]
 
 
 class Sampler:
     """Its only state is the grouping of the last batch."""
 
-    def __init__(self, work: GrammarWork | None = None) -> None:
+    def __init__(self, work: GrammarWork | None = None, device: DeviceDraws | None = None) -> None:
+        """`device` draws with noise and edits; without it the host takes part in such draws."""
         self._batch: SampleBatch | None = None
         self._work = work or GrammarWork()
+        self._device = device
+        # of the kernel that takes the greatest logits; as many rows as were needed so far
+        self._greedy: DrawParameters | None = None
 
-    def sample(self, logits: Tensor, draws: Seq[Sequence], rows: Seq[int]) -> SampleResult:
+    def grouped(self, draws: Seq[Sequence], device: torch.device) -> SampleBatch:
+        """The draws of a step; the same object as long as they are the same."""
+        batch = self._batch
+        # sequences compare by identity
+        if batch is None or batch.draws != draws:
+            batch = self._batch = SampleBatch(draws, device)
+        return batch
+
+    def inputs(
+        self, draws: Seq[Sequence], rows: Seq[int], model: ModelOutput, ahead: int
+    ) -> list[NDArray[Any]] | None:
+        """The arrays that `launch` needs on the device; None if the host has to take part in these
+        draws. `ahead`: output tokens of each sequence that are not known yet."""
+        batch = self.grouped(draws, model.device)
+        if batch.is_plain and len(set(rows)) == len(draws):
+            return []
+        special = batch.noisy or batch.edited or batch.constrained
+        if batch.is_host_drawn or (self._device is None and special):
+            return None
+        columns = batch.columns
+        noise = uniforms(columns.keys, batch.num_output(range(len(draws)), ahead))
+        shared = _places(rows) if len(set(rows)) < len(draws) else ()
+        places = [np.array(place, dtype=np.int64) for place in (shared, batch.scored)]
+        edits = None
+        if batch.edited or batch.constrained:
+            grammars = dict(zip(batch.constrained, self._allowed(batch, model.vocab), strict=True))
+            edits = edit_arrays(draws, ahead, model.vocab, grammars=grammars)
+        filters = (columns.temperature, columns.top_k, columns.top_p, columns.min_p)
+        return [*places, noise, *filters, *(edits or ())]
+
+    def launch(
+        self,
+        logits: Tensor,
+        draws: Seq[Sequence],
+        inputs: Seq[Tensor],
+        unknown: Tensor | None = None,
+    ) -> LaunchedDraws:
+        """Enqueue the draws. `inputs` has the arrays of the method above, on the device; `unknown`
+        the last token of each sequence, if the host does not know it."""
+        batch = self.grouped(draws, logits.device)
+        if not inputs:
+            tokens = self._best(logits)
+            return LaunchedDraws(batch, tokens, [tokens.to("cpu", non_blocking=True)])
+        places, scored, noise = inputs[:3]
+        if len(draws) != len(logits):
+            logits = logits[places]
+        edited = logits
+        if len(inputs) > 7:
+            assert self._device is not None
+            edits = LogitEdits(*inputs[7:])
+            # logprobs need the unchanged logits
+            edited = self._device.edit(logits, edits, unknown, bool(batch.scored))
+        if batch.noisy:
+            assert self._device is not None
+            parameters = DrawParameters(*inputs[3:7])
+            tokens = self._device.draw(edited, parameters, noise, batch.columns.need)
+        else:
+            tokens = self._best(edited)
+        made = [tokens]
+        if batch.scored:
+            raw = logits if len(batch.scored) == len(draws) else logits[scored]
+            own = tokens if len(batch.scored) == len(draws) else tokens[scored]
+            score_of = score_tensors if self._device is None else self._device.score
+            made += score_of(raw, own, batch.num_top)
+        return LaunchedDraws(batch, tokens, [one.to("cpu", non_blocking=True) for one in made])
+
+    def _best(self, logits: Tensor) -> Tensor:
+        """The ids of the greatest logits, on the device."""
+        if self._device is None:
+            return logits.argmax(dim=1)
+        rows = len(logits)
+        if self._greedy is None or len(self._greedy.temperature) < rows:
+            self._greedy = DrawParameters.greedy(rows, logits.device)
+        return self._device.draw(logits, self._greedy, self._greedy.top_p, "greedy")
+
+    def sample(
+        self, logits: Tensor, draws: Seq[Sequence], rows: Seq[int], ahead: int = 0
+    ) -> SampleResult:
         """`rows`: for each draw, the row that it draws from; draws with equal rows share logits.
+        `ahead`: output tokens of each sequence that are not known yet.
 
         logits: fp32 [R, V], one for each different row. The logits of constrained rows are changed.
         """
@@ -97,10 +267,7 @@ class Sampler:
             return SampleResult([], {}, {})
         if len(draws) != len(logits):
             logits = logits[_places(rows)]
-        batch = self._batch
-        # sequences compare by identity
-        if batch is None or batch.draws != draws:
-            batch = self._batch = SampleBatch(draws, logits.device)
+        batch = self.grouped(draws, logits.device)
         if batch.is_plain:
             return SampleResult(argmax(logits), {}, {})
         edited = _edit(logits, batch)
@@ -109,10 +276,11 @@ class Sampler:
             # logprobs need the unchanged logits
             raw = edited is logits and bool(batch.scored)
             edited, drawn = self._constrain(edited.clone() if raw else edited, batch)
-        tokens = [0] * len(draws) if batch.num_drawn == len(draws) else argmax(edited)
+        tokens = [0] * len(draws) if len(batch.noisy) == len(draws) else argmax(edited)
         for whole in batch.groups:
             group = whole.without(drawn)
-            for index, token in zip(group.indices, _draw(edited, batch, group), strict=True):
+            found = _draw(edited, batch, group, ahead)
+            for index, token in zip(group.indices, found, strict=True):
                 tokens[index] = token
         for index, token in drawn.items():
             tokens[index] = token
@@ -124,9 +292,18 @@ class Sampler:
             late,
         )
 
-    def _settle(self, logits: Tensor, batch: SampleBatch, tokens: list[int]) -> dict[int, LateDraw]:
+    def read(self, launched: LaunchedDraws) -> SampleResult:
+        """The result of launched draws. The caller has waited until the device made them."""
+        found = read_draws(launched)
+        if not launched.batch.constrained:
+            return found
+        return found._replace(late=self._settle(None, launched.batch, found.tokens))
+
+    def _settle(
+        self, logits: Tensor | None, batch: SampleBatch, tokens: list[int]
+    ) -> dict[int, LateDraw]:
         """Give each grammar its token; a grammar may replace the token. Returns the draws whose
-        grammar is slow or has failed."""
+        grammar is slow or has failed. Without `logits` none of them has logprobs."""
         jobs = [
             GrammarTask(constraint.tenant, partial(constraint.take, tokens[index]))
             for index, constraint in zip(batch.constrained, batch.constraints, strict=True)
@@ -138,16 +315,24 @@ class Sampler:
                 tokens[index] = job.result()
             else:
                 num_top = batch.draws[index].draw.logprobs
-                row = None if num_top is None else logits[index : index + 1].clone()
+                row = None
+                if num_top is not None and logits is not None:
+                    row = logits[index : index + 1].clone()
                 late[index] = LateDraw(job, partial(_late_token, job, row, num_top or 0))
         return late
+
+    def _allowed(self, batch: SampleBatch, vocab: int) -> NDArray[np.bool_]:
+        """The tokens [constrained, V] that may be drawn."""
+        if not batch.constrained:
+            return np.zeros((0, vocab), dtype=np.bool_)
+        drawers = [batch.draws[i] for i in batch.constrained]
+        banned = [one.draw.banned_behind(one.tokens, one.num_prompt) for one in drawers]
+        return allowed_tokens(batch.constraints, banned, vocab)
 
     def _constrain(self, logits: Tensor, batch: SampleBatch) -> tuple[Tensor, dict[int, int]]:
         """Mask the tokens that a grammar forbids. Returns the logits, and the tokens of rows that
         are already drawn. Changes the logits of constrained rows."""
-        drawers = [batch.draws[i] for i in batch.constrained]
-        banned = [one.draw.banned_behind(one.tokens, one.num_prompt) for one in drawers]
-        allowed = allowed_tokens(batch.constraints, banned, logits.shape[1])
+        allowed = self._allowed(batch, logits.shape[1])
         if logits.device.type != "cpu":
             return mask_rows(logits, batch.constrained, allowed), {}
         values, drawn = logits.detach().numpy(), {}
@@ -201,15 +386,38 @@ def ranked(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenScore]:
 
 def score(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenScore]:
     """Log softmax of [R, V] at each row's token, with its `num_top` best alternatives."""
+    chosen = torch.tensor(tokens, device=logits.device)
+    return _read_scores(score_tensors(logits, chosen, num_top))
+
+
+def score_tensors(logits: Tensor, tokens: Tensor, num_top: int) -> list[Tensor]:
+    """The logprobs of the tokens [R]; if there are alternatives their ids and logprobs [R, N]."""
     logprobs = torch.log_softmax(logits, dim=1)
-    picked = logprobs.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
-    own = picked.squeeze(1).tolist()
+    own = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
     if not num_top:
-        return [TokenScore(value, ()) for value in own]
+        return [own]
     best = logprobs.topk(min(num_top, logits.shape[1]), dim=1)
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [own, best.indices, best.values]
+
+
+def _read_scores(made: Seq[Tensor]) -> list[TokenScore]:
+    own = made[0].tolist()
+    if len(made) == 1:
+        return [TokenScore(value, ()) for value in own]
+    pairs = zip(made[1].tolist(), made[2].tolist(), strict=True)
     tops = [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
     return [TokenScore(value, top) for value, top in zip(own, tops, strict=True)]
+
+
+def read_draws(launched: LaunchedDraws) -> SampleResult:
+    """The result of launched draws. The caller has waited until the device made them."""
+    tokens, *scores = launched.copies
+    batch = launched.batch
+    if scores and len(scores[0]) != len(batch.scored):
+        scores = [one[batch.scored] for one in scores]
+    scores = scores[:1] + [one[:, : batch.num_top] for one in scores[1:] if batch.num_top]
+    found = _by_draw(batch, _read_scores(scores)) if scores else {}
+    return SampleResult(tokens.tolist(), found, {})
 
 
 def _edit(logits: Tensor, batch: SampleBatch) -> Tensor:
@@ -227,11 +435,11 @@ def _edits(sequence: Sequence) -> bool:
     return sequence.draw.edits(sequence.tokens, sequence.num_prompt)
 
 
-def _draw(logits: Tensor, batch: SampleBatch, group: FilterGroup) -> list[int]:
-    draws, chosen = batch.draws, group.indices
+def _draw(logits: Tensor, batch: SampleBatch, group: FilterGroup, ahead: int) -> list[int]:
+    chosen = group.indices
     if not chosen:
         return []
-    noise = uniforms(group.keys, [len(draws[i].tokens) - draws[i].num_prompt for i in chosen])
+    noise = uniforms(group.keys, batch.num_output(chosen, ahead))
     ids: list[int] = (draw_filtered if group.filtered else draw_plain)(
         logits if len(chosen) == len(logits) else logits[chosen],
         group.filters,
@@ -249,12 +457,16 @@ def _edit_row(row: Tensor, sequence: Sequence) -> Tensor:
 def _score_draws(logits: Tensor, batch: SampleBatch, tokens: list[int]) -> dict[int, TokenScore]:
     if not batch.scored:
         return {}
-    num_tops = [batch.draws[i].draw.logprobs or 0 for i in batch.scored]
-    scores = score(logits[batch.scored], [tokens[i] for i in batch.scored], max(num_tops))
-    return {
-        i: TokenScore(token_score.logprob, token_score.top[:num])
-        for i, num, token_score in zip(batch.scored, num_tops, scores, strict=True)
-    }
+    scores = score(logits[batch.scored], [tokens[i] for i in batch.scored], batch.num_top)
+    return _by_draw(batch, scores)
+
+
+def _by_draw(batch: SampleBatch, scores: Seq[TokenScore]) -> dict[int, TokenScore]:
+    found = {}
+    for i, one in zip(batch.scored, scores, strict=True):
+        count = batch.draws[i].draw.logprobs or 0
+        found[i] = one if len(one.top) == count else TokenScore(one.logprob, one.top[:count])
+    return found
 
 
 def _continue_beam(row: Tensor, sequence: Sequence) -> BeamScores:

@@ -5,6 +5,10 @@ block takes it from the worst-ranked one, so the best-ranked always makes progre
 wait for adapters are skipped. A party (the urgent requests of a tenant, or its other requests) with
 nothing running goes before parties that already run, so that no tenant and no priority can block
 another one. Uses blocks only through `KVSpace` and adapter stacks only through `AdapterHolds`.
+
+While only decoding remains, the step after a launched one is certain before its tokens are known:
+`schedule_ahead` plans it. A sequence whose end is found then still has a row in that step; nothing
+of it is kept.
 """
 
 from __future__ import annotations
@@ -12,9 +16,12 @@ from __future__ import annotations
 import math
 from bisect import bisect, insort
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
 from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
 
 from coterie.core.lane import LaneConfig, queue_capacity
 from coterie.core.plan import Assignment
@@ -22,10 +29,13 @@ from coterie.core.request import own_tenant
 from coterie.engine.adapter_holds import AdapterHolds
 from coterie.engine.blocks import KVSpace
 from coterie.engine.sequence import Party, Sequence, SequenceStatus, rank_of
-from coterie.engine.step import StepPlan, StepRow, StepSegment
+from coterie.engine.step import DecodeRows, StepPlan, StepRow, StepSegment
 
-# if logits of all prompt positions are needed, a chunk is at most this long, to limit their memory
-MAX_SCORED_ROWS = 128
+# if logits of all prompt positions are needed, a chunk is at most this long, and a step has at most
+# so many of these positions, to limit their memory
+MAX_SCORED_ROWS, MAX_STEP_SCORED_ROWS = 128, 512
+# with fewer sequences, arrays take longer than a loop
+MIN_ARRAY_ROWS = 8
 
 
 class Scheduler:
@@ -45,6 +55,9 @@ class Scheduler:
         # prompt tokens of all waiting sequences
         self.num_waiting_tokens = 0
         self.num_preemptions = 0
+        # while sequences are admitted: tokens that all running ones still have to compute, and
+        # blocks that these need for their next tokens
+        self._num_pending = self._num_spare = 0
         # per party: how many sequences run, and how many wait
         self._num_running: Counter[Party] = Counter()
         self._num_waiting: Counter[Party] = Counter()
@@ -54,6 +67,17 @@ class Scheduler:
         self.failed_loads: list[Sequence] = []
         self._step = 0
         self._turns = AdapterTurns() if grouped else None
+        # whether `schedule` has tried all that wait since anything changed
+        self._tried_waiting = False
+        # the rows of the last plan, if these are all that runs and each continues with one token
+        self._decoding: DecodeRows | None = None
+        # planned before the tokens of the plan before it were known, and not committed yet
+        self._ahead: StepPlan | None = None
+        # sequences that got a block for the last plan; those that got their last one for `_ahead`
+        self._extended: list[Sequence] = []
+        self._early: set[Sequence] = set()
+        # ended sequences whose adapters `_ahead` may still read
+        self._leaving: list[Sequence] = []
 
     def is_full(self, assignment: Assignment) -> bool:
         """Whether the queue is full for this request. Waiting requests of lower priority do not
@@ -77,6 +101,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.WAITING
+        self._tried_waiting = False
         self.num_waiting_tokens += sequence.num_prompt
         self._num_waiting[sequence.party] += 1
         insort(self.waiting, sequence, key=rank_of)
@@ -84,7 +109,15 @@ class Scheduler:
             self.holds.queue(sequence)
 
     def end(self, sequence: Sequence, session: Hashable | None = None) -> None:
-        """Free everything at once. With `session` its blocks are kept for that session."""
+        """Free everything at once. With `session` its blocks are kept for that session.
+
+        Also if it has a row in a launched step: that step writes only behind the sequence's last
+        token, in a block that is not cached, and the device runs whatever gets the block next
+        later, in the same order.
+        """
+        self._tried_waiting = False
+        if self._decoding is not None and (self._decoding.table_rows == sequence.row).any():
+            self._decoding = None
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
             self.num_waiting_tokens -= sequence.num_prompt
@@ -95,20 +128,104 @@ class Scheduler:
         if session is not None:
             self.space.keep(session, sequence)
         self.space.release(sequence)
-        self._leave(sequence)
+        if self._ahead is None or sequence.status is not SequenceStatus.RUNNING:
+            self._leave(sequence)
+        else:
+            self._leaving.append(sequence)
         self.held.discard(sequence)
         sequence.status = SequenceStatus.ENDED
 
-    def schedule(self) -> StepPlan | None:
-        """The plan of the next step; None if nothing can be computed."""
+    def schedule(self, shared: bool = False) -> StepPlan | None:
+        """The plan of the next step; None if nothing can be computed. `shared`: sequences of other
+        lanes wait for its end."""
+        plan = self._schedule_decoding()
+        return self._schedule_any(shared) if plan is None else plan
+
+    def _schedule_decoding(self) -> StepPlan | None:
+        """The plan, where all that runs decodes one token and nothing else is to decide. The twin
+        of `_schedule_any`, which computes the same in several times as long."""
+        holds = self.holds
+        if len(self.running) < MIN_ARRAY_ROWS or self.waiting or self.held:
+            return None
+        if holds is not None and (holds.waiting or holds.holders):
+            return None
+        before = self._decoding
+        if before is not None and len(before) == len(self.running):
+            rows: DecodeRows | None = before.advanced()
+        else:
+            before, rows = None, self._running_rows()
+        if rows is None:
+            return None
+        copies = self._try_extend(rows, known=before is not None)
+        if copies is None:
+            return None
+        self._tried_waiting = True
+        return self._decode_plan(rows, copies)
+
+    def _running_rows(self) -> DecodeRows | None:
+        """All that runs, if each decodes one token and is no beam, which may wait for siblings."""
+        starts = []
+        for sequence in self.running:
+            start = sequence.num_computed
+            if (
+                len(sequence.tokens) - start != 1
+                or start < sequence.num_prompt
+                or sequence.followers
+                or sequence.draw.num_continuations
+            ):
+                return None
+            starts.append(start)
+        return DecodeRows.of(list(self.running), starts) if starts else None
+
+    def _try_extend(self, rows: DecodeRows, *, known: bool) -> list[tuple[int, int]] | None:
+        """Make the positions of all rows writable, without a preemption: the blocks to copy, or
+        None if blocks are missing; then nothing changes. `known`: the positions before are
+        writable, so only those at the start of a block have to be looked at."""
+        places: Iterable[int] = range(len(rows))
+        if known:
+            places = np.flatnonzero(rows.starts % self.config.block_size == 0).tolist()
+        missing = []
+        for place in places:
+            sequence, start = rows.sequences[place], int(rows.starts[place])
+            if not self.space.is_ready(sequence, start):
+                missing.append((sequence, start))
+        if len(missing) > self.space.cache.num_available:
+            return None
+        copies: list[tuple[int, int]] = []
+        for sequence, start in missing:
+            # the other owner of a shared block may have copied it just now
+            if not self.space.is_ready(sequence, start):
+                self.space.extend(sequence, start, copies)
+        self._extended = [sequence for sequence, _ in missing]
+        return copies
+
+    def _decode_plan(
+        self,
+        rows: DecodeRows,
+        copies: list[tuple[int, int]],
+        sources: NDArray[np.int64] | None = None,
+        segments: Seq[StepSegment] = (),
+    ) -> StepPlan:
+        self._step += 1
+        self._decoding = rows
+        count = len(rows)
+        return StepPlan(
+            self._step, rows, copies, rows.sequences, range(count), count, 0, segments, sources
+        )
+
+    def _schedule_any(self, shared: bool = False) -> StepPlan | None:
+        self._decoding = None
         if self.holds is not None and self.holds.waiting:
             self._preempt_for_closed(self.holds)
         if self.waiting:
             self._admit()
+        self._tried_waiting = True
         self._step += 1
         key, num_decoding = self._pick_key()
         budget = self.config.max_step_tokens - num_decoding
-        kept = self._kept_tokens(key, budget)
+        if self.config.max_mixed_tokens and (num_decoding or shared):
+            budget = min(budget, self.config.max_mixed_tokens)
+        kept, num_scored = self._kept_tokens(key, budget), 0
         rows: list[StepRow] = []
         copies: list[tuple[int, int]] = []
         position = 0
@@ -127,19 +244,102 @@ class Scheduler:
             if count > 1:
                 party = sequence.party
                 others = sum(tokens for other, tokens in kept.items() if other != party)
-                count = self._chunk(sequence, min(count, budget - others))
+                count = min(count, budget - others)
+                if sequence.draw.prompt_logprobs is not None:
+                    count = min(count, MAX_SCORED_ROWS, MAX_STEP_SCORED_ROWS - num_scored)
+                    num_scored += count
                 budget -= count
                 if kept:
                     kept[party] = max(kept.get(party, 0) - count, 0)
-            if count and (self.space.is_ready(sequence) or self._make_room(sequence, copies)):
+            if count and (
+                self.space.is_ready(sequence, start) or self._make_room(sequence, copies)
+            ):
                 phase = "prefill" if start < sequence.num_prompt or count > 1 else "decode"
                 rows.append(StepRow(sequence, start, count, phase))
-        return self._plan(rows, copies) if rows else None
+        plan = self._plan(rows, copies) if rows else None
+        # a prompt uses tokens of the step that a waiting sequence may get next time
+        self._tried_waiting &= plan is not None and not plan.num_prefill_tokens
+        return plan
 
-    def commit(self, plan: StepPlan) -> None:
-        """After the plan was computed: advance its sequences, separate followers."""
-        block_size = self.config.block_size
+    def schedule_ahead(self, plan: StepPlan, counts: bool = False) -> StepPlan | None:
+        """The plan after `plan`, which was launched and is not committed; None if it depends on the
+        tokens of `plan`, or on anything that may change until they are known.
+
+        Sequences that `plan` completes are left out. Nothing is preempted and nothing is admitted.
+        `counts`: draws on the device count the tokens that the host does not know.
+        """
+        rows, sources = self._rows_after(plan, counts)
+        if rows is None:
+            return None
+        # the token in flight completes the others
+        places = np.flatnonzero(rows.starts + 1 < rows.limits)
+        if len(places) < len(rows):
+            rows, sources = rows.pick(places), sources[places]
+        copies = self._try_extend(rows, known=isinstance(plan.rows, DecodeRows)) if rows else None
+        if copies is None:
+            return None
+        self._early = set(self._extended)
+        if self.holds is None or not self.holds.holders:
+            self._ahead = self._decode_plan(rows, copies, sources)
+            return self._ahead
+        if len(rows) == len(plan.rows) and isinstance(plan.rows, DecodeRows):
+            # the rows of `plan` are in order already
+            segments = plan.segments
+        else:
+            order = np.array(_by_adapters([s.adapter_key for s in rows.sequences]))
+            rows, sources = rows.pick(order), sources[order]
+            segments = self._segments(list(rows))
+        self._ahead = self._decode_plan(rows, copies, sources, segments)
+        # the next step without this one ahead depends on the adapters too
+        self._decoding = None
+        return self._ahead
+
+    def _rows_after(
+        self, plan: StepPlan, counts: bool
+    ) -> tuple[DecodeRows | None, NDArray[np.int64]]:
+        """The next tokens of all that runs, and by row the draw of `plan` that gives the token;
+        None if not every running sequence decodes its next token after `plan`, or anything else
+        might be computed."""
+        holds, nothing = self.holds, np.zeros(0, dtype=np.int64)
+        if self.held or (self.waiting and not self._tried_waiting):
+            return None, nothing
+        if holds is not None and (holds.waiting or (holds.holders and self._turns is not None)):
+            return None, nothing
+        live = np.arange(len(plan.draws))
+        if plan.rows is not self._decoding:
+            running = SequenceStatus.RUNNING
+            live = np.array([i for i, s in enumerate(plan.draws) if s.status is running], np.int64)
+        if len(live) != len(self.running):
+            return None, nothing
+        if isinstance(plan.rows, DecodeRows):
+            rows = plan.rows.advanced()
+            rows = rows if len(live) == len(rows) else rows.pick(live)
+        elif any(s.followers for s in plan.draws):
+            return None, nothing
+        else:
+            # `plan` computes all known tokens of its draws, so the next one is at their number
+            draws = [plan.draws[i] for i in live.tolist()]
+            rows = DecodeRows.of(draws, [len(sequence.tokens) for sequence in draws])
+        if not rows.runs_ahead:
+            draws = rows.sequences
+            if counts:
+                # a draw of the host would wait for the step and hold back the tokens before it
+                rows.runs_ahead = not any(s.draw.needs_host or s.draw.bad_words for s in draws)
+            else:
+                rows.runs_ahead = all(s.draw.may_run_ahead(s.num_output) for s in draws)
+        return (rows if rows.runs_ahead else None), live
+
+    def commit(self, plan: StepPlan) -> int:
+        """After the plan was computed: advance its sequences, separate followers. Rows of sequences
+        that ended since it was planned are left out. Returns how many these are."""
+        self.landed(plan)
+        if isinstance(plan.rows, DecodeRows):
+            return self._commit_decoded(plan.rows)
+        block_size, num_ended = self.config.block_size, 0
         for sequence, start, count, _ in plan.rows:
+            if sequence.status is SequenceStatus.ENDED:
+                num_ended += 1
+                continue
             end = start + count
             if start // block_size == end // block_size:
                 sequence.num_computed = end
@@ -149,9 +349,37 @@ class Scheduler:
                 for follower in sequence.followers:
                     self.fork(sequence, follower)
                 sequence.followers = []
+        return num_ended
+
+    def _commit_decoded(self, rows: DecodeRows) -> int:
+        block_size, num_ended = self.config.block_size, 0
+        for sequence, end in zip(rows.sequences, (rows.starts + 1).tolist(), strict=True):
+            if sequence.row is None:
+                # it has ended
+                num_ended += 1
+            elif end % block_size:
+                sequence.num_computed = end
+            else:
+                self.space.computed(sequence, 1)
+        return num_ended
+
+    def landed(self, plan: StepPlan) -> None:
+        """The device has computed `plan`, or failed to."""
+        if self._ahead is plan:
+            self._ahead = None
+            self._early.clear()
+        for sequence in self._leaving:
+            self._leave(sequence)
+        self._leaving.clear()
+
+    def used_blocks(self, sequence: Sequence) -> Seq[int]:
+        """Its blocks, without one that only a step in flight needs."""
+        return sequence.blocks[:-1] if sequence in self._early else sequence.blocks
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` continues from what `parent` has computed, or waits and recomputes it."""
+        self._tried_waiting = False
+        self._decoding = None
         if self.space.fork(parent, child):
             child.status = SequenceStatus.RUNNING
             self._num_running[child.party] += 1
@@ -177,6 +405,7 @@ class Scheduler:
             self.holds.check(self.running, self.waiting)
 
     def _admit(self) -> None:
+        self._count_running()
         if len(self._num_waiting | self._num_running) > 1 and not self._admit_absent():
             return
         position = 0
@@ -213,11 +442,18 @@ class Scheduler:
                 first_waiting.append(sequence)
         return first_waiting
 
+    def _count_running(self) -> None:
+        pending = [sequence for sequence in self.running if sequence.num_pending]
+        self._num_pending = sum(sequence.num_pending for sequence in pending)
+        is_ready = self.space.is_ready
+        self._num_spare = sum(not is_ready(s, s.num_computed) for s in pending)
+
     def _enter(self, sequence: Sequence) -> bool:
         """Let it run from now on. False if there is no room."""
-        spare = sum(not self.space.is_ready(s) for s in self.running if s.num_pending)
-        if not self.space.admit(sequence, spare):
+        if not self.space.admit(sequence, self._num_spare):
             return False
+        # it has the block of its next token
+        self._num_pending += sequence.num_pending
         self.num_waiting_tokens -= sequence.num_prompt
         self.waiting.remove(sequence)
         _less(self._num_waiting, sequence.party)
@@ -273,7 +509,9 @@ class Scheduler:
     def _has_budget(self, head: Sequence) -> bool:
         """Whether a step has tokens left for `head`. If admitted later, it may find more in the
         cache."""
-        ahead = sum(s.num_pending for s in self.running if s.rank < head.rank)
+        ahead = self._num_pending
+        if self.running and self.running[-1].rank > head.rank:
+            ahead = sum(s.num_pending for s in self.running if s.rank < head.rank)
         return ahead < self.config.max_step_tokens
 
     def _yield_to(self, head: Sequence) -> bool:
@@ -325,8 +563,9 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
         """Make room for the next token. False if `sequence` itself was preempted."""
-        while not self.space.is_ready(sequence):
-            if self.space.extend(sequence, copies):
+        position = sequence.num_computed
+        while not self.space.is_ready(sequence, position):
+            if self.space.extend(sequence, position, copies):
                 return True
             worst = self.running[-1]
             self._preempt(worst)
@@ -342,6 +581,7 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.add(sequence)
+        self._count_running()
 
     def _pick_key(self) -> tuple[str | None, int]:
         """The adapter key whose turn it is (None = all), and how many of its sequences decode."""
@@ -357,11 +597,6 @@ class Scheduler:
             return None, 0
         key = self._turns.pick(list(decoding))
         return key, decoding[key]
-
-    def _chunk(self, sequence: Sequence, count: int) -> int:
-        if sequence.draw.prompt_logprobs is None:
-            return count
-        return min(count, MAX_SCORED_ROWS)
 
     def _plan(self, rows: list[StepRow], copies: list[tuple[int, int]]) -> StepPlan:
         segments = self._segments(rows) if self.holds is not None and self.holds.holders else ()
@@ -393,6 +628,11 @@ class Scheduler:
                 segments.append(StepSegment(first, last, self.holds.stack(key)))
             first = last
         return segments
+
+
+def _by_adapters(keys: Seq[str]) -> list[int]:
+    """Places sorted by adapter key, those without one first; otherwise in order."""
+    return sorted(range(len(keys)), key=keys.__getitem__)
 
 
 def _less(counts: Counter[Party], party: Party) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from coterie.core.moe import MoeUsage
 from coterie.engine.sequence import Sequence
@@ -23,6 +26,62 @@ class StepRow(NamedTuple):
     num_tokens: int
     # "prefill" or "decode"
     phase: str
+
+
+class DecodeRows(Seq[StepRow]):
+    """Rows of a step in which each of these sequences decodes one token, as arrays."""
+
+    __slots__ = ("limits", "runs_ahead", "sequences", "starts", "table_rows")
+
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        starts: NDArray[np.int64],
+        table_rows: NDArray[np.int64],
+        limits: NDArray[np.int64],
+        runs_ahead: bool = False,
+    ) -> None:
+        self.sequences, self.starts = sequences, starts
+        # their rows in the block tables, and their numbers of tokens at which they end
+        self.table_rows, self.limits = table_rows, limits
+        # whether all are known to draw independently of the tokens drawn before
+        self.runs_ahead = runs_ahead
+
+    @staticmethod
+    def of(sequences: list[Sequence], starts: list[int]) -> DecodeRows:
+        return DecodeRows(
+            sequences,
+            np.array(starts, dtype=np.int64),
+            np.array([sequence.row for sequence in sequences], dtype=np.int64),
+            np.array([sequence.max_total for sequence in sequences], dtype=np.int64),
+        )
+
+    def advanced(self) -> DecodeRows:
+        """The rows of the next step, if all of them continue."""
+        return DecodeRows(
+            self.sequences, self.starts + 1, self.table_rows, self.limits, self.runs_ahead
+        )
+
+    def pick(self, places: NDArray[np.int64]) -> DecodeRows:
+        sequences = [self.sequences[place] for place in places.tolist()]
+        arrays = (self.starts[places], self.table_rows[places], self.limits[places])
+        return DecodeRows(sequences, *arrays, self.runs_ahead)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @overload
+    def __getitem__(self, index: int) -> StepRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StepRow]: ...
+    def __getitem__(self, index: int | slice) -> StepRow | list[StepRow]:
+        if isinstance(index, slice):
+            return list(self)[index]
+        return StepRow(self.sequences[index], int(self.starts[index]), 1, "decode")
+
+    def __iter__(self) -> Iterator[StepRow]:
+        for sequence, start in zip(self.sequences, self.starts.tolist(), strict=True):
+            yield StepRow(sequence, start, 1, "decode")
 
 
 class StepSegment(NamedTuple):
@@ -48,6 +107,9 @@ class StepPlan:
     num_prefill_tokens: int
     # in order; rows that are in no segment run without adapters
     segments: Seq[StepSegment] = ()
+    # by row: the draw of the step before whose token it computes, made before that token is known;
+    # None: all tokens are known
+    sources: NDArray[np.int64] | None = None
 
 
 class TokenScore(NamedTuple):

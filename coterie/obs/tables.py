@@ -305,7 +305,11 @@ TOKEN_BUCKETS = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
 CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
-ENGINE_GAUGES = frozenset({"running", "waiting", "kv_usage", "cached_blocks"})
+ENGINE_GAUGES = frozenset({"running", "waiting", "kv_usage", "cached_blocks", "graphs"})
+GRAPH_SERIES: dict[str, tuple[str, ...]] = {
+    "graph_bytes": ("coterie_graph_memory_bytes", "used"),
+    "graph_reserved_bytes": ("coterie_graph_memory_bytes", "reserved"),
+}
 # how often a replica recovered from a fault
 RECOVERY_SERIES: dict[str, tuple[str, ...]] = {
     "failed_starts": ("coterie_recoveries", "failed_start"),
@@ -317,7 +321,7 @@ RECOVERY_SERIES: dict[str, tuple[str, ...]] = {
     "values_refused": ("coterie_recoveries", "value_refused"),
     "moe_updates_failed": ("coterie_recoveries", "experts_stayed"),
 }
-ENGINE_SERIES = MOE_SERIES | ADAPTER_SERIES | RECOVERY_SERIES
+ENGINE_SERIES = MOE_SERIES | ADAPTER_SERIES | RECOVERY_SERIES | GRAPH_SERIES
 
 
 METRICS = (
@@ -417,6 +421,11 @@ METRICS = (
     ),
     Metric("coterie_engine_events", "counter", "Engine counters.", ("replica", "event")),
     Metric("coterie_engine_state", "gauge", "How the engine stands.", ("replica", "state")),
+    Metric(
+        "coterie_graph_memory_bytes", "gauge",
+        "Device memory of captured graphs: measured (`used`), and what they may take.",
+        ("replica", "kind"),
+    ),
     *PIPELINE_METRICS,
     *MOE_METRICS,
     *ADAPTER_METRICS,

@@ -315,6 +315,7 @@ def _details(item: ServedSpecialist) -> dict[str, Any]:
         "device": item.info.device,
         "weight_bytes": item.info.weight_bytes,
         "kv_bytes": item.info.kv_bytes,
+        "graph_bytes": item.info.graph_bytes,
         "max_model_len": item.context,
     } | extras
 

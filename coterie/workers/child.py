@@ -76,6 +76,8 @@ def main(address: str) -> int:
         gc.freeze()
         gc.enable()
         host = build_engine(spec)
+        # the model stays too: no collection between two steps looks at it
+        gc.freeze()
         if (fault := fault_of(host.info, ReplicaInfo)) is not None:
             raise InternalError(f"what was loaded cannot be told: {fault}")
     except CoterieError as error:

@@ -29,6 +29,8 @@ class WorkerSpec:
     device: str = "auto"
     threads: int = 0  # 0 = all cores
     kv_bytes: int = 0  # 0 = depends on the machine's free memory
+    # one of config.CAPTURES
+    capture_graphs: str = "lazy"
     log_level: str = "info"
     dispatch: MoeSettings = AUTOMATIC
     adapters: AdapterSettings = DEFAULTS
@@ -103,6 +105,8 @@ class ReplicaInfo:
     experts: MoeInfo | None = None
     # None = this worker runs no adapters
     adapters: AdapterInfo | None = None
+    # device memory that captured graphs may take
+    graph_bytes: int = 0
     # lane -> bytes of one KV block, keys and values of every layer
     block_bytes: dict[str, int] = field(default_factory=dict)
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from coterie.core.adapters import DEFAULTS, AdapterSettings
-from coterie.core.config import moe_settings
+from coterie.core.config import check_capture, moe_settings
 from coterie.core.errors import ConfigError, InvalidRequest, from_code
 from coterie.core.events import Delta, Event, Failed, Finished, Timings, TokenLogprob, Usage
 from coterie.core.lane import LaneConfig
@@ -52,6 +52,7 @@ class LLM:
 
     `moe` says where a mixture-of-experts model keeps its experts: `MoeSettings`, or a mapping with
     its fields, {"strategy": "lru", "device_budget": "6GB"}.
+    `capture_graphs` says when steps are captured on a GPU: "start", "lazy" or "off".
     `library` is the folder where adapters are installed (None = the folder of this user),
     `adapters` their memory; AdapterSettings(device_bytes=0) = no adapters. `options` of the calls
     are the fields of `Sampling` and `Limits`: temperature, top_p, max_tokens, stop, seed, n,
@@ -67,9 +68,11 @@ class LLM:
         device: str = "auto",
         threads: int = 0,
         kv_bytes: int = 0,
+        capture_graphs: str = "lazy",
         context: int = 0,
         max_sequences: int = 64,
-        max_step_tokens: int = 512,
+        max_step_tokens: int = 0,
+        max_mixed_tokens: int = 0,
         library: Path | None = None,
         adapters: AdapterSettings = DEFAULTS,
         allow_unsigned: bool = False,
@@ -79,8 +82,13 @@ class LLM:
         from coterie.workers.host import build_engine
 
         _refuse_arguments(unknown)
+        check_capture(capture_graphs)
         lane = LaneConfig(
-            LANE, context=context, max_sequences=max_sequences, max_step_tokens=max_step_tokens
+            LANE,
+            context=context,
+            max_sequences=max_sequences,
+            max_step_tokens=max_step_tokens,
+            max_mixed_tokens=max_mixed_tokens,
         )
         self.adapters = AdapterNames(library, allow_unsigned=allow_unsigned)
         spec = WorkerSpec(
@@ -91,6 +99,7 @@ class LLM:
             device=device,
             threads=threads,
             kv_bytes=kv_bytes,
+            capture_graphs=capture_graphs,
             dispatch=moe_settings(moe),
             adapters=adapters,
             library=str(self.adapters.library),
@@ -157,6 +166,10 @@ class LLM:
                 self._engine.abort(request_id)
             self._host.close()
             self.adapters.close()
+
+    def graph_stats(self) -> dict[str, float]:
+        """How many steps are captured, and their memory; empty where none are."""
+        return self._engine.graph_stats()
 
     def moe_report(self) -> dict[str, Any] | None:
         """State of the MoE expert tiers and their counters since start; None for a dense model."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from coterie.core.lane import LaneConfig
 from coterie.core.moe import AUTOMATIC, MoeSettings
 from coterie.core.sampling import GENERATION_FIELDS
 from coterie.engine.engine import Engine
+from coterie.kernels.batch import KINDS
 from coterie.models.base import (
     CausalLM,
     ModelSpec,
@@ -30,10 +32,14 @@ from coterie.models.base import (
     read_spec,
     stored_dtype,
 )
+from coterie.models.build.cuda_graph import PROMPTS, captured_sizes
+from coterie.models.build.graph_memory import GraphMemory, estimate_graph_bytes
 from coterie.models.build.moe import MoeRequirements, store_of
 from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
 from coterie.moe.planner.auto import chooser, known_costs
+from coterie.moe.runtime.budget import TierNeeds, size_tiers
 from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
+from coterie.moe.runtime.setup import sizes_of
 from coterie.moe.runtime.trace import Trace
 from coterie.obs.log import log
 from coterie.weights.checkpoint import Checkpoint, open_checkpoint
@@ -51,7 +57,7 @@ from coterie.workers.warmup import HeatmapFile, heatmap_path, refine
 if TYPE_CHECKING:
     from coterie.core.plan import AdapterChoice
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.moe.store.base import ExpertGeometry
+    from coterie.moe.store.base import ExpertGeometry, ExpertStore
 
 # generation_config keys that affect requests; the others are not sent to the gateway
 GENERATION_KEYS = (*GENERATION_FIELDS, "eos_token_id")
@@ -107,11 +113,12 @@ def _build(spec: WorkerSpec, progress: Progress | None) -> EngineHost:
     _refuse_dense(shape, spec.dispatch)
     kv_bytes = spec.kv_bytes
     room = reserve_adapters(spec, device)
+    graph_bytes = _graph_bytes(spec, shape, checkpoint, device)
     experts = None
     if shape.moe is not None:
         # size the KV cache before the experts, which take the remaining memory
         kv_bytes = kv_bytes or _moe_kv_bytes(spec, shape, checkpoint, device)
-        experts = MoeHost(Path(spec.model), spec.dispatch, kv_bytes)
+        experts = MoeHost(Path(spec.model), spec.dispatch, kv_bytes, graph_bytes)
     model = load_model(
         checkpoint,
         dtype=spec.dtype,
@@ -123,8 +130,10 @@ def _build(spec: WorkerSpec, progress: Progress | None) -> EngineHost:
     adapters = None
     try:
         adapters = None if room is None else room.open(model)
-        kv_bytes = kv_bytes or _auto_kv_bytes(spec, model)
-        return _host(spec, checkpoint, model, kv_bytes, EngineResources(threads, experts, adapters))
+        graphs = model.limit_graphs(graph_bytes)
+        kv_bytes = kv_bytes or _auto_kv_bytes(spec, model, 0 if graphs is None else graph_bytes)
+        parts = EngineResources(threads, experts, adapters, graphs)
+        return _host(spec, checkpoint, model, kv_bytes, parts)
     except BaseException:
         if adapters is not None:
             adapters.close()
@@ -138,15 +147,17 @@ class EngineResources(NamedTuple):
     threads: int
     experts: MoeHost | None
     adapters: AdapterHost | None
+    graphs: GraphMemory | None
 
 
 def _host(
     spec: WorkerSpec, checkpoint: Checkpoint, model: CausalLM, kv_bytes: int, parts: EngineResources
 ) -> EngineHost:
-    threads, experts, adapters = parts
+    threads, experts, adapters, graphs = parts
     whole_prompts = experts is not None and experts.walks_groups
-    model.chunk_tokens = max(lane.max_step_tokens for lane in spec.lanes)
-    lanes = plan_lanes(spec.lanes, model, kv_bytes, whole_prompts)
+    wanted = tuple(lane.for_device(model.device.type) for lane in spec.lanes)
+    model.chunk_tokens = max(lane.max_step_tokens for lane in wanted)
+    lanes = plan_lanes(wanted, model, kv_bytes, whole_prompts)
     tokenizer = load_tokenizer(Path(spec.model))
     engine = Engine(
         model,
@@ -158,6 +169,10 @@ def _host(
     )
     if experts is not None:
         experts.refine(engine, tokenizer, lanes[0])
+    if graphs is not None:
+        engine.graph_stats = graphs.stats
+        if spec.capture_graphs == "start":
+            engine.capture(CaptureProgress(spec.name))
     info = ReplicaInfo(
         name=spec.name,
         pid=os.getpid(),
@@ -174,9 +189,38 @@ def _host(
         kv_budget=kv_bytes,
         experts=None if experts is None else experts.facts(),
         adapters=None if adapters is None else adapters.facts,
+        graph_bytes=0 if graphs is None else graphs.reserved or 0,
         block_bytes={lane.name: _block_bytes(lane, model) for lane in lanes},
     )
     return EngineHost(engine, tokenizer, info, experts, adapters)
+
+
+class CaptureProgress:
+    """Logs how many graphs are captured, at the start and every few seconds."""
+
+    INTERVAL_S = 3.0
+
+    def __init__(self, replica: str) -> None:
+        self._replica, self._logged_at = replica, 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done == total or now - self._logged_at >= self.INTERVAL_S:
+            self._logged_at = now
+            log("capturing_graphs", replica=self._replica, reason=f"{done} of {total}")
+
+
+def _graph_bytes(spec: WorkerSpec, shape: ModelSpec, checkpoint: Checkpoint, device: str) -> int:
+    """Reserved for captured graphs; 0 where nothing is captured."""
+    if not device.startswith("cuda") or spec.capture_graphs == "off":
+        return 0
+    kept = stored_dtype(checkpoint) if spec.dtype == "auto" else spec.dtype
+    sizes = captured_sizes(max(lane.max_sequences for lane in spec.lanes))
+    lanes = [lane.for_device("cuda") for lane in spec.lanes]
+    prompt = min(PROMPTS[-1], max(lane.max_step_tokens for lane in lanes))
+    adapters = bool(spec.library and spec.adapters.device_bytes)
+    kinds = 1 + adapters * len(KINDS)
+    return len(spec.lanes) * estimate_graph_bytes(shape, kept, sizes, prompt, kinds)
 
 
 def _refuse_dense(spec: ModelSpec, settings: MoeSettings) -> None:
@@ -204,7 +248,8 @@ def plan_lanes(
     if not whole_prompts:
         return tuple(planned)
     return tuple(
-        replace(lane, max_step_tokens=max(lane.max_step_tokens, lane.context)) for lane in planned
+        replace(lane, max_step_tokens=max(lane.max_step_tokens, lane.context), max_mixed_tokens=0)
+        for lane in planned
     )
 
 
@@ -225,11 +270,13 @@ def _block_bytes(lane: LaneConfig, model: CausalLM) -> int:
     return model.kv_bytes_per_token() * lane.block_size
 
 
-def _auto_kv_bytes(spec: WorkerSpec, model: CausalLM) -> int:
-    """A share of the machine's memory, but not more than all sequences at full length can use."""
+def _auto_kv_bytes(spec: WorkerSpec, model: CausalLM, graph_bytes: int) -> int:
+    """A share of the machine's memory beside `graph_bytes`, but not more than all sequences at full
+    length can use."""
     longest = model.spec.max_positions
     useful = sum(lane.max_sequences * (lane.context or longest) for lane in spec.lanes)
-    return min(memory.auto_kv_bytes(str(model.device)), useful * model.kv_bytes_per_token())
+    share = memory.auto_kv_bytes(str(model.device), reserved=graph_bytes)
+    return min(share, useful * model.kv_bytes_per_token())
 
 
 def _moe_kv_bytes(spec: WorkerSpec, shape: ModelSpec, checkpoint: Checkpoint, device: str) -> int:
@@ -327,8 +374,11 @@ class MoeHost:
     """The MoE experts of an engine: their runtime, heatmap and trace. `open` is passed to
     `load_model`."""
 
-    def __init__(self, model: Path, settings: MoeSettings, kv_bytes: int) -> None:
+    def __init__(
+        self, model: Path, settings: MoeSettings, kv_bytes: int, graph_bytes: int = 0
+    ) -> None:
         self._model, self._settings, self._kv_bytes = model, settings, kv_bytes
+        self._graph_bytes = graph_bytes
         self._heatmap: HeatmapFile | None = None
         self.runtime: ExpertRuntime | None = None
 
@@ -341,7 +391,7 @@ class MoeHost:
                 store,
                 settings,
                 device=requirements.device,
-                kv_bytes=self._kv_bytes,
+                kv_bytes=self._kv_bytes + self._graph_room(store, requirements.device),
                 heatmap=known,
                 costs=known_costs(store, requirements.device),
                 chooser=chooser,
@@ -353,6 +403,20 @@ class MoeHost:
             runtime.heatmap = self._heatmap.live
         self.runtime = runtime
         return runtime
+
+    def _graph_room(self, store: ExpertStore, device: str) -> int:
+        """What captured graphs take from the device's budget: nothing where not all experts fit
+        beside them, as steps are captured only when all of them are on the device."""
+        if not self._graph_bytes:
+            return 0
+        free, _ = torch.cuda.mem_get_info(device)
+        taken = self._kv_bytes + self._graph_bytes
+        needs = TierNeeds(True, False, free, 0, taken, one_memory=False)
+        try:
+            slots = size_tiers(self._settings, sizes_of(store), needs)
+        except ConfigError:
+            return 0
+        return self._graph_bytes if slots.device >= store.geometry.total else 0
 
     def _known(self, geometry: ExpertGeometry, lineage: tuple[str, ...]) -> Heatmap | None:
         """The stored heatmap. With warmup "none" nothing is loaded or counted."""

@@ -29,14 +29,16 @@ def available_bytes() -> int:
     return free
 
 
-def auto_kv_bytes(device: str, *, beside_experts: bool = False) -> int:
+def auto_kv_bytes(device: str, *, beside_experts: bool = False, reserved: int = 0) -> int:
     """The KV budget if none is configured: a share of the free memory. `beside_experts`: not all
-    weights are loaded yet."""
+    weights are loaded yet; `reserved`: bytes of a GPU that others will take."""
     if device.startswith("cuda"):
         import torch
 
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * (AUTO_KV_SHARE if beside_experts else AUTO_KV_SHARE_GPU))
+        return int(
+            max(0, free - reserved) * (AUTO_KV_SHARE if beside_experts else AUTO_KV_SHARE_GPU)
+        )
     return min(MAX_AUTO_KV_BYTES, int(available_bytes() * AUTO_KV_SHARE))
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.models.tiny import tiny_checkpoint
 
@@ -92,7 +93,9 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["serve", "run", "chat", "pull", "doctor", "bench", "version"])
+@pytest.mark.parametrize(
+    "name", ["serve", "run", "chat", "pull", "doctor", "bench", "tune", "version"]
+)
 def test_every_command_explains_itself(
     name: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,6 +260,14 @@ def test_doctor(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatc
     assert "will use" in shown and "threads" in shown
     assert report["used"]["max_kv_bytes"] > 0 and report["used"]["dtype"] is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tune_needs_a_gpu(command: Command) -> None:
+    done = command("tune", "--device", "cpu")
+    assert done.returncode == 2 and "only CUDA devices are tuned" in done.stderr
+    if not torch.cuda.is_available():
+        done = command("tune")
+        assert done.returncode == 2 and "there is no CUDA device here" in done.stderr
 
 
 def test_doctor_finds_versions_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,11 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         ("specialists = []", "specialists", "[[specialists]]"),
         ("[[specialists]]\nname='a'\n[[specialists]]\nname='a'", "specialists", "two specialists"),
         ("[[specialists]]\nname='auto'", "specialists", "router"),
-        ("[engine]\nmax_sequences = 1024", "engine.max_step_tokens", "stall"),
+        (
+            "[engine]\nmax_sequences = 1024\nmax_step_tokens = 512",
+            "engine.max_step_tokens",
+            "stall",
+        ),
         (
             "[engine]\nrestart_backoff_s = 5\nmax_restart_backoff_s = 1",
             "engine.max_restart_backoff_s",

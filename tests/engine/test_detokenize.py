@@ -216,3 +216,20 @@ def test_a_stop_string_may_be_kept() -> None:
             break
         sent.append(pushed)
     assert "".join(sent) == "Hello w"
+
+
+def test_pushing_whole_tokens_is_pushing(byte_level: CoterieTokenizer) -> None:
+    rng, pieces, num_whole = random.Random(11), TokenPieces(byte_level), 0
+    for _ in range(60):
+        stops = rng.sample(["a", "the", " of", "e t", "\u00fc"], rng.randint(0, 3))
+        plain, fast = (Detokenizer(pieces, stops) for _ in range(2))
+        for _ in range(80):
+            token = rng.randrange(byte_level.vocab_size)
+            expected = plain.push(token)
+            found: str | StopMatch | None = fast.push_whole(token)
+            num_whole += found is not None
+            assert (fast.push(token) if found is None else found) == expected
+            if isinstance(expected, StopMatch):
+                break
+        assert fast.flush() == plain.flush()
+    assert num_whole > 100

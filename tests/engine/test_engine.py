@@ -96,6 +96,26 @@ def test_decode_never_stalls_behind_a_long_prompt() -> None:
     drain(engine)
 
 
+def test_steps_name_the_rows_of_long_prompts() -> None:
+    """What attention computes without the paged kernel: whole prompts, and later parts of them."""
+    seen: list[tuple[Any, Any]] = []
+
+    class WatchedModel(ToyModel):
+        def forward(self, token_ids: Any, batch: Any, *rest: Any) -> Any:
+            seen.append((batch.fresh, batch.continued))
+            return super().forward(token_ids, batch, *rest)
+
+    lane = make_lane(num_blocks=300, max_step_tokens=400, max_mixed_tokens=200, context=800)
+    engine = make_engine(lane, model=WatchedModel())
+    engine.add(make_assignment("a", [1, 2, 3], max_tokens=60))
+    engine.step()
+    engine.add(make_assignment("b", [4] * 500, max_tokens=2))
+    for _ in range(4):
+        engine.step()
+    assert seen[1:5] == [(((1, 201),), ()), ((), ((1, 201, 1, 200),)), ((), ()), ((), ())]
+    drain(engine)
+
+
 def test_eos_ends_and_is_counted() -> None:
     engine = make_engine()
     prompt = next(

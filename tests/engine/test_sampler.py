@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,12 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from coterie.core.request import TokenRules
 from coterie.engine import sampler as filters_module
 from coterie.engine.draw import make_draw, uniform
-from coterie.engine.sampler import Sampler
+from coterie.engine.sampler import ModelOutput, Sampler, read_draws
 from coterie.engine.sequence import Sequence, SequenceAdapters
+from tests.helpers.kernels.twin_draws import TwinDraws
 from tests.helpers.models.toy_model import make_assignment
 
 VOCAB = 300
@@ -252,3 +256,70 @@ def test_tiny_temperature_is_greedy() -> None:
     logits = random_logits(1, 2, ties=False)
     rows = [sequence([1], [], temperature=1e-9)]
     assert sample(logits, rows, [0]).tokens == [int(logits.argmax())]
+
+
+def random_draws(rng: random.Random) -> tuple[list[Sequence], list[int]]:
+    """Draws that need nothing from the host, some of them from the same row."""
+    kinds: list[dict[str, Any]] = [
+        {}, {"logprobs": 3}, {"min_tokens": 4}, {"temperature": 0.7},
+        {"temperature": 1.0, "top_k": 9}, {"temperature": 1.5, "top_p": 0.8, "logprobs": 0},
+        {"temperature": 1.0, "min_p": 0.05}, {"repetition_penalty": 1.4, "logprobs": 2},
+        {"presence_penalty": 1.1, "frequency_penalty": 0.3, "temperature": 1.0},
+        {"logit_bias": ((3, 6.0), (7, -2.0), (2, 5.0)), "min_tokens": 9, "repetition_penalty": 0.8},
+        {"rules": TokenRules(allowed_ids=(3, 5, 8, 200)), "min_tokens": 5},
+        {"rules": TokenRules(allowed_ids=(3, 5)), "min_tokens": 9, "presence_penalty": -0.5},
+    ]  # fmt: skip
+    draws = []
+    for kind in rng.choices(kinds, k=rng.randint(1, 12)):
+        output = [rng.randint(0, 12) for _ in range(rng.randint(1, 9))]
+        prompt = [rng.randint(0, 12) for _ in range(rng.randint(1, 9))]
+        draws.append(sequence(prompt, output, rng.randint(0, 3), **kind))
+    return draws, sorted(max(place - rng.randint(0, 1), 0) for place in range(len(draws)))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_launched_draws_are_those_of_the_host(seed: int) -> None:
+    rng = random.Random(seed)
+    draws, rows = random_draws(rng)
+    logits = random_logits(len(set(rows)), seed, ties=False)
+    output, ahead = ModelOutput(torch.device("cpu"), VOCAB), rng.randint(0, 1)
+    launcher = Sampler(device=TwinDraws())
+    inputs = launcher.inputs(draws, rows, output, ahead)
+    assert inputs is not None
+    unknown = torch.tensor([rng.randint(0, 15) for _ in draws]) if ahead else None
+    tensors = [torch.from_numpy(one) for one in inputs]
+    launched = launcher.launch(logits.clone(), draws, tensors, unknown)
+    for one, token in zip(draws, unknown.tolist() if unknown is not None else (), strict=False):
+        one.tokens.append(token)
+        one.draw.produced(token)
+    expected = sample(logits, draws, rows)
+    assert launched.tokens.tolist() == expected.tokens
+    assert read_draws(launched) == expected
+
+
+def test_unknown_tokens_are_only_counted_on_the_device() -> None:
+    """What does not depend on the output is drawn ahead by the host as well."""
+    for seed in range(20):
+        draws, rows = random_draws(random.Random(seed))
+        if all(one.draw.may_run_ahead(one.num_output) for one in draws):
+            logits = random_logits(len(set(rows)), seed, ties=False)
+            found = sample(logits, draws, rows, ahead=1)
+            for one in draws:
+                one.tokens.append(3)
+            assert found == sample(logits, draws, rows)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 1.0, "typical_p": 0.5}, {"num_beams": 2}])
+def test_the_host_takes_part_in_other_draws(settings: dict[str, Any]) -> None:
+    output = ModelOutput(torch.device("cpu"), VOCAB)
+    draws = [sequence([1], [2]), sequence([1], [2], **settings)]
+    if "num_beams" in settings:
+        draws[1].draw = replace(draws[1].draw, num_continuations=4)
+    launcher = Sampler(device=TwinDraws())
+    assert launcher.inputs(draws, [0, 1], output, 0) is None
+    assert launcher.inputs(draws[:1], [0], output, 0) == []
+    sampled = [sequence([1], [2], temperature=1.0)]
+    assert launcher.inputs(sampled, [0], output, 0) is not None
+    assert Sampler().inputs(sampled, [0], output, 0) is None
+    biased = [sequence([1], [2], logit_bias=((3, 1.0),))]
+    assert Sampler().inputs(biased, [0], output, 0) is None

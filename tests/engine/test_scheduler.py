@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
 
+import coterie.engine.scheduler as scheduler_module
 from coterie.core.errors import ConfigError
 from coterie.core.lane import LaneConfig
 from coterie.core.plan import AdapterChoice, stack_key
@@ -16,7 +18,7 @@ from coterie.engine.engine import FIRST_GUESS_S, DeficitRoundRobin, LaneThroughp
 from coterie.engine.scheduler import MAX_PASSED_OVER, AdapterTurns, Scheduler
 from coterie.engine.sequence import BASE, Sequence, SequenceAdapters, SequenceStatus
 from coterie.engine.step import StepPlan
-from tests.helpers.models.toy_model import ToyAdapters, make_engine, make_lane
+from tests.helpers.models.toy_model import ToyAdapters, make_assignment, make_engine, make_lane
 
 order = itertools.count()
 
@@ -91,6 +93,40 @@ def test_one_plan_mixes_chunks_and_decode() -> None:
     assert shapes[2][1] == (True, 18, 7, "prefill")
     assert shapes[3] == [(False, 6, 1, "decode"), (True, 25, 1, "decode")]
     assert short.num_output == 5
+
+
+def test_a_large_step_scores_few_prompt_tokens() -> None:
+    """Each of them needs a row of logits."""
+    lane = make_lane(num_blocks=4096, context=400, max_sequences=32, max_step_tokens=8192)
+    scheduler = Scheduler(lane)
+    for number in range(20):
+        scheduler.add(sequence := make_sequence(150 + number, max_total=180))
+        sequence.draw.prompt_logprobs = 0
+    scheduler.add(plain := make_sequence(300, max_total=310))
+    first = advance(scheduler)
+    assert first is not None
+    assert [row.num_tokens for row in first.rows if row.sequence is plain] == [300]
+    assert sum(row.num_tokens for row in first.rows if row.sequence is not plain) == 512
+    while scheduler.has_work:
+        plan = advance(scheduler)
+        assert plan is not None
+        assert sum(row.num_tokens for row in plan.rows if row.num_tokens > 1) <= 512
+
+
+def test_prompts_leave_steps_short_while_others_decode() -> None:
+    scheduler = Scheduler(make_lane(max_step_tokens=40, max_mixed_tokens=8))
+    scheduler.add(make_sequence(30))
+    # nothing decodes: the whole prompt; then only so many tokens of the next one
+    assert [row.num_tokens for row in advance(scheduler).rows] == [30]  # type: ignore[union-attr]
+    scheduler.add(make_sequence(20))
+    steps = [advance(scheduler) for _ in range(4)]
+    counts = [[row.num_tokens for row in plan.rows] for plan in steps if plan is not None]
+    assert counts == [[1, 8], [1, 8], [1, 4], [1, 1]]
+    # the same for a lane beside others that have work
+    scheduler = Scheduler(make_lane(max_step_tokens=40, max_mixed_tokens=8))
+    scheduler.add(make_sequence(30))
+    plan = scheduler.schedule(shared=True)
+    assert plan is not None and plan.num_tokens == 8
 
 
 def test_admission_needs_prompt_and_one_step() -> None:
@@ -302,12 +338,69 @@ def test_lane_settings_are_checked() -> None:
         {"weight": 0.0},
         {"kv_cache_slots": -1},
         {"max_sequences": 64, "max_step_tokens": 32},
+        {"max_step_tokens": -1},
+        {"max_mixed_tokens": -1},
     ):
         with pytest.raises(ConfigError):
             make_lane(**wrong)
     # open until a worker has divided its KV bytes: no engine takes it so
-    for open_yet in ({"num_blocks": 0}, {"context": 0}):
+    for open_yet in ({"num_blocks": 0}, {"context": 0}, {"max_step_tokens": 0}):
         with pytest.raises(ConfigError, match=f"{next(iter(open_yet))} must be at least 1"):
             make_engine(make_lane(**open_yet))
     assert LaneConfig(name="a", num_blocks=10, context=1000).capacity_tokens == 160
     assert LaneConfig(name="a", num_blocks=10, context=50).table_width == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "tokens"),
+    [
+        ((0, 0), "cpu", (512, 0)),
+        ((0, 0), "cuda", (8192, 2048)),
+        ((256, 64), "cuda", (256, 64)),
+        ((256, 64), "cpu", (256, 64)),
+    ],
+)
+def test_tokens_of_a_step_suit_the_device(
+    given: tuple[int, int], kind: str, tokens: tuple[int, int]
+) -> None:
+    step, mixed = given
+    lane = LaneConfig("a", max_step_tokens=step, max_mixed_tokens=mixed).for_device(kind)
+    assert (lane.max_step_tokens, lane.max_mixed_tokens) == tokens
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_decode_steps_are_planned_as_any_others(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines step by step, one without the short way: same events, blocks and tables."""
+    monkeypatch.setattr(scheduler_module, "MIN_ARRAY_ROWS", 1)
+    rng = random.Random(seed)
+    lane = make_lane(
+        block_size=rng.choice([2, 4]),
+        num_blocks=rng.choice([16, 40, 200]),
+        max_sequences=6,
+        context=32,
+        kv_cache_slots=rng.choice([0, 2]),
+    )
+    short, plain = make_engine(lane), make_engine(lane)
+    schedulers = [engine._lanes[0].scheduler for engine in (short, plain)]
+    schedulers[1]._schedule_decoding = lambda: None  # type: ignore[method-assign]
+    for number in range(80):
+        if number < 50 and rng.random() < 0.3:
+            prompt = [rng.randint(1, 3) for _ in range(rng.randint(1, 9))]
+            shape = rng.choice([(1, 1), (1, 1), (3, 1), (2, 2)])
+            request = make_assignment(
+                f"r{number}", prompt, n=shape[0], num_beams=shape[1], ignore_eos=False,
+                max_tokens=rng.randint(1, 20), temperature=rng.choice([0.0, 1.0]),
+                session=rng.choice(["", "s"]), tenant=rng.choice(["t", "u"]),
+            )  # fmt: skip
+            assert short.add(request) == plain.add(request)
+        elif rng.random() < 0.1:
+            aborted = f"r{rng.randint(0, number)}"
+            short.abort(aborted)
+            plain.abort(aborted)
+        assert short.step() == plain.step()
+        short.check()
+        tables = [scheduler.space.tables.array for scheduler in schedulers]
+        assert (tables[0] == tables[1]).all()
+        caches = [scheduler.space.cache for scheduler in schedulers]
+        assert caches[0]._block_of == caches[1]._block_of
+        assert list(caches[0]._idle) == list(caches[1]._idle)

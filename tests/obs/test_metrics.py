@@ -52,6 +52,16 @@ def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
     assert total == pytest.approx(1e9 + 0.122)
 
 
+def test_memory_of_graphs_is_shown() -> None:
+    registry = MetricRegistry()
+    stats = {"graphs": 12, "graph_bytes": 3e8, "graph_reserved_bytes": 1e9}
+    registry.engine_stats("r0", stats)
+    text = registry.render()
+    assert 'coterie_graph_memory_bytes{replica="r0",kind="used"} 300000000.0' in text
+    assert 'coterie_graph_memory_bytes{replica="r0",kind="reserved"} 1000000000.0' in text
+    assert 'coterie_engine_state{replica="r0",state="graphs"} 12' in text
+
+
 def test_engine_stats_are_split_by_phase() -> None:
     registry = MetricRegistry()
     registry.engine_stats("r0", {"run_s": 2.0, "steps": 7.0})

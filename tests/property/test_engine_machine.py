@@ -56,6 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         seats=st.sampled_from([1, 2, 5]),
         load_ticks=st.sampled_from([0, 1, 6]),
         batching=st.sampled_from(["mixed", "mixed", "grouped"]),
+        run_ahead=st.booleans(),
     )
     def build(
         self,
@@ -69,6 +70,7 @@ class EngineMachine(RuleBasedStateMachine):
         seats: int,
         load_ticks: int,
         batching: str,
+        run_ahead: bool,
     ) -> None:
         names = ("lane", "other") if two_lanes else ("lane",)
         lanes = [
@@ -88,7 +90,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.clock, self.model = ManualClock(), ToyModel()
         self.pool = ToyAdapters(seats, load_ticks)
         self.engine = make_engine(
-            *lanes, model=self.model, clock=self.clock, adapters=self.pool, batching=batching
+            *lanes,
+            model=self.model,
+            clock=self.clock,
+            adapters=self.pool,
+            batching=batching,
+            run_ahead=run_ahead,
         )
         self.names = names
         self.open: dict[str, Assignment] = {}
@@ -279,6 +286,7 @@ def test_beams_whose_sibling_waits_behind_another_tenant_end() -> None:
     machine.build(
         num_blocks=10, block_size=4, max_sequences=2, step_tokens=8, slots=0, prefix_cache=True,
         two_lanes=False, seats=1, load_ticks=0, batching="mixed",
+        run_ahead=False,
     )  # fmt: skip
     machine.add_crowd(count=2, first=0, max_tokens=7, stem=[1])
     machine.step(count=12)

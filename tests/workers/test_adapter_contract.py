@@ -113,6 +113,7 @@ def test_hint_answer_facts_and_faults(transport: str, library: Library) -> None:
     asyncio.run(test())
 
 
+@pytest.mark.full
 def test_a_crash_is_a_pause_and_keeps_the_digest(library: Library) -> None:
     root, choices, sources = library
 

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coterie import LLM
-from coterie.core.errors import ContextLengthExceeded, InvalidRequest
+from coterie.core.config import CAPTURES
+from coterie.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from tests.helpers.models.tiny import tiny_checkpoint
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
@@ -121,3 +123,14 @@ def test_runs_with_nothing_but_the_engine_s_packages() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "5"
+
+
+def test_when_steps_are_captured(tmp_path: Path) -> None:
+    """Without a GPU nothing is, whatever is asked for; a mistake is refused before loading."""
+    for mode in CAPTURES:
+        given = str(tiny_checkpoint("llama"))
+        with LLM(given, dtype="fp32", threads=1, kv_bytes=2_000_000, capture_graphs=mode) as llm:
+            assert llm.graph_stats() == {} and llm.info.graph_bytes == 0
+            assert len(llm.generate("a", max_tokens=2)[0].token_ids) == 2
+    with pytest.raises(ConfigError, match="capture_graphs"):
+        LLM(str(tmp_path), capture_graphs="never")

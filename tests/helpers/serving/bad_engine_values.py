@@ -24,6 +24,7 @@ def install(unchecked: bool = False) -> None:
     """`unchecked`: as if nothing were looked at where it is made."""
     from coterie.engine.active_request import ActiveRequest
     from coterie.engine.engine import Engine
+    from coterie.engine.request_tracker import RequestTracker
 
     # wire is imported first: its own check stays
     from coterie.workers import loop, wire  # noqa: F401
@@ -45,6 +46,14 @@ def install(unchecked: bool = False) -> None:
         }
         return replace(delta, **changes.get(self.request_id, {}))
 
+    def one_by_one(self: Any, sequences: Any, tokens: Any, events: Any) -> None:
+        """Tokens that are whole text do not come through `produce`."""
+        for sequence, token in zip(sequences, tokens, strict=True):
+            self._decoded(sequence, token, events)
+
+    def one(self: Any, sequence: Any, token: Any, events: Any, now: float) -> None:
+        self._decoded(sequence, token, events)
+
     def bad_finished(self: Any, now: float) -> Any:
         end = finished(self, now)
         if self.request_id != NUMPY_TIME:
@@ -60,6 +69,8 @@ def install(unchecked: bool = False) -> None:
     def bad_stats(self: Any) -> Any:
         return stats(self) | {"oddity": np.float32(1)}
 
+    RequestTracker._commit_decoded = one_by_one  # type: ignore[method-assign]
+    RequestTracker._decode = one  # type: ignore[method-assign]
     ActiveRequest.produce = bad_produce  # type: ignore[method-assign]
     ActiveRequest.finished = bad_finished  # type: ignore[method-assign]
     Engine.add = bad_add  # type: ignore[method-assign]

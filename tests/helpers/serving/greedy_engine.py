@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from coterie.core.events import Delta, Failed, Finished
@@ -40,15 +39,24 @@ class Outcome:
 
 
 def run(
-    model: CausalLM, path: Path, prompts: Sequence[Sequence[int]], *, waves: int = 1, **lane: Any
+    model: CausalLM,
+    path: Path,
+    prompts: Sequence[Sequence[int]],
+    *,
+    waves: int = 1,
+    temperature: float = 0.0,
+    **lane: Any,
 ) -> Outcome:
-    """Greedy, NEW_TOKENS each, `waves` groups one after the other through one engine."""
+    """NEW_TOKENS each, `waves` groups one after the other through one engine. Greedy, or drawn at
+    this temperature with top-p 0.95 and the prompt's number as its seed."""
     settings = {"num_blocks": 512, "context": model.spec.max_positions, "max_queue": 64, **lane}
     engine = Engine(model, load_tokenizer(path), [LaneConfig(name="m", **settings)])
     outcome = Outcome([[] for _ in prompts], [0] * len(prompts))
     for wave in range(waves):
         for index in range(wave, len(prompts), waves):
-            assert isinstance(engine.add(_assignment(index, prompts[index])), Admitted)
+            drawn = replace(GREEDY, temperature=temperature, top_p=0.95, seed=index)
+            how = drawn if temperature else GREEDY
+            assert isinstance(engine.add(_assignment(index, prompts[index], how)), Admitted)
         while engine.has_work():
             _collect(engine, outcome)
     engine.check()
@@ -56,12 +64,12 @@ def run(
     return outcome
 
 
-def _assignment(index: int, ids: Sequence[int]) -> Assignment:
+def _assignment(index: int, ids: Sequence[int], sampling: Sampling) -> Assignment:
     return Assignment(
         request_id=str(index),
         lane="m",
         prompt_ids=tuple(ids),
-        sampling=GREEDY,
+        sampling=sampling,
         limits=Limits(max_tokens=NEW_TOKENS, ignore_eos=True),
         adapters=(),
         session="s",
@@ -84,6 +92,8 @@ def _collect(engine: Engine, outcome: Outcome) -> None:
 def model_at(path: Path, backend: str, dtype: str = "fp32") -> CausalLM:
     """`backend` "cpu" is the native path, "reference" what runs with COTERIE_NATIVE=0."""
     if backend == "cpu" and native() is None:
+        import pytest  # the device suite runs where it is not installed
+
         pytest.skip("no compiler on this machine")
     settings = MoeSettings(strategy="persistent", warmup="none", predict="off")
     return load_model(open_checkpoint(path), dtype=dtype, backend=backend, dispatch=settings)
