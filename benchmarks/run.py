@@ -1,6 +1,7 @@
 """`make bench`: Coterie alone, all benchmarks that need no peer and no GPU, in a few minutes.
 
-With the peers: `make bench-peers`. On a GPU: `python -m benchmarks.dense.gpu`.
+With the peers: `make bench-peers`. On a GPU: `python3 -m benchmarks.moe.gpu`
+and `benchmarks.dense.gpu`.
 """
 
 from __future__ import annotations

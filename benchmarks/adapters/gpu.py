@@ -1,12 +1,13 @@
 """The cost of adapters on one CUDA device: first correctness, then decoding speed against the base.
 
-    python -m benchmarks.adapters.gpu [--json FILE] [--profile] [--parts check,speed,...] [--smoke]
+    python -m benchmarks.adapters.gpu [--shape NAME]... [--parts check,speed,...] [--json FILE]
+                                      [--profile] [--smoke]
 
-Random weights (shapes of SmolLM2-135M and Llama-3.2-1B) and random adapters: 16 different ones of
-rank 16 on every linear module, 32 streams, stream i with adapter i modulo 16. Needs torch and
-triton only, and about a minute. Base and adapted steps are interleaved; medians. `--profile` adds
-the time of each kernel; part `tune` tries the kernels with other sizes; `--smoke` runs the host's
-part on the CPU.
+Random weights (shapes of SmolLM2-135M, Qwen3-0.6B and Qwen3-30B-A3B) and random adapters: 16
+different ones of rank 16 on every linear module (with experts: of attention), 32 streams, stream i
+with adapter i modulo 16; and one stream with one adapter. Needs torch and triton only, and about
+half a minute for a shape. Base and adapted steps are interleaved; medians. `--profile` adds the
+time of each kernel; `--smoke` runs the host's part on the CPU.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.adapters.gpu_models import (
     CHECKS,
+    DORA,
+    SHAPES,
     Setting,
     check_error,
     decode,
@@ -36,24 +37,14 @@ from benchmarks.adapters.gpu_models import (
     new_caches,
     spread,
 )
-from benchmarks.dense.gpu_checks import make_batch
+from benchmarks.gpu_runs import make_batch
 from coterie.adapters.compose import ComposedStack, StackImage, upload_for
 from coterie.adapters.residency import AdapterSlab
 from coterie.kernels import batch as kernel_batch
 from coterie.kernels.patch import PatchStack, Segment
 from coterie.models.base import CausalLM
-from coterie.models.build.cuda_graph import DecodeGraphs
 
 GOAL = 0.9
-# other sizes of the kernels' programs that `tune` tries: columns of a warp, programs that share a
-# part, columns of silu, sites fetched
-TUNED = (
-    (128, 2, 64, 7),
-    (128, 2, 128, 7),
-    (128, 2, 64, 0),
-    (256, 1, 128, 0),
-    (256, 1, 256, 0),
-)
 
 
 def timed(work: Callable[[], object], device: str, repeats: int) -> list[float]:
@@ -92,60 +83,61 @@ def check(setting: Setting) -> dict[str, Any]:
     return {"errors": found, "wrong": sorted(wrong)}
 
 
-def speed(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[str, Any]:
-    """A decode step of all streams: only the step, and as a loop with argmax and inputs from the
-    host."""
-    streams = setting.streams
-    plain, mixed = (), spread(stacks, streams)
-    few = (Segment(0, 1, stacks[0]),)
+def speed(
+    setting: Setting, model: CausalLM, stacks: list[PatchStack], parts: tuple[str, ...]
+) -> dict[str, Any]:
+    """A decode step of all streams and of one: only the step, and as a loop with argmax and inputs
+    from the host."""
+    streams, context = setting.streams, setting.context
     full = [
-        device_stack(model.spec, setting.rank, seed, setting.device, torch.float32)
+        device_stack(model.spec, setting.rank, seed, setting.device, torch.float32, DORA, parts)
         for seed in range(len(stacks))
     ]
     steps = {
-        "base": decode(model, streams, setting.context, plain),
-        "16 adapters": decode(model, streams, setting.context, mixed),
-        "16 in fp32": decode(model, streams, setting.context, spread(full, streams)),
-        "1 row of 32": decode(model, streams, setting.context, few),
-        "one for all": decode(model, streams, setting.context, (Segment(0, streams, stacks[0]),)),
+        "base": decode(model, streams, context, ()),
+        "16 adapters": decode(model, streams, context, spread(stacks, streams)),
+        "16 DoRA in fp32": decode(model, streams, context, spread(full, streams)),
+        "1 row of 32": decode(model, streams, context, (Segment(0, 1, stacks[0]),)),
+        "one for all": decode(model, streams, context, (Segment(0, streams, stacks[0]),)),
+        "base, 1 stream": decode(model, 1, context, ()),
+        "1 stream": decode(model, 1, context, (Segment(0, 1, stacks[0]),)),
     }
     forward = interleaved({name: step.forward for name, step in steps.items()}, setting.device)
-    loops = interleaved(
-        {name: steps[name].step for name in ("base", "16 adapters")}, setting.device, 5
-    )
+    looped = ("base", "16 adapters", "base, 1 stream", "1 stream")
+    loops = interleaved({name: steps[name].step for name in looped}, setting.device, 5)
     return {
         "forward_s": forward,
-        "loop_tok_s": {name: streams / seconds for name, seconds in loops.items()},
-        "forward_share": forward["base"] / forward["16 adapters"],
-        "loop_share": loops["base"] / loops["16 adapters"],
-        "captured": steps["16 adapters"].captured(),
+        "loop_tok_s": {n: len(steps[n].tokens) / seconds for n, seconds in loops.items()},
+        "forward_share": _shares(forward),
+        "loop_share": _shares(loops),
+        "captured": steps["16 adapters"].captured() and steps["1 stream"].captured(),
     }
 
 
-def _eager(
-    model: CausalLM, tokens: Tensor, kv: list[Tensor], rows: Tensor, batch: Any, long_rows: int
-) -> None:
-    kernel_batch.LONG_ROWS = long_rows
-    model.forward(tokens, batch, kv, rows)
+def _shares(seconds: dict[str, float]) -> dict[str, float]:
+    """Of the base with as many streams."""
+    return {
+        name: seconds["base, 1 stream" if name == "1 stream" else "base"] / value
+        for name, value in seconds.items()
+        if not name.startswith("base")
+    }
 
 
 def prefill(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[str, Any]:
-    """One prompt with one adapter, through the row kernels and through torch."""
+    """One prompt, without and with an adapter."""
     report = {}
-    kept = kernel_batch.LONG_ROWS
     for rows in setting.prompts:
         batch, blocks = make_batch([rows], [rows], setting.device)
+        batch = replace(batch, fresh=((0, rows),) if rows >= kernel_batch.FRESH_ROWS else ())
         kv = new_caches(model, blocks)
         tokens, last = batch.positions % 100, torch.tensor([rows - 1], device=setting.device)
         adapted = replace(batch, patches=(Segment(0, rows, stacks[0]),))
-        run = partial(_eager, model, tokens, kv, last)
         works: dict[str, Callable[[], object]] = {
-            "base": partial(run, batch, kept),
-            "row kernels": partial(run, adapted, 10**9),
-            "torch": partial(run, adapted, 1),
+            "base": partial(model.compute, tokens, batch, kv, last),
+            "adapted": partial(model.compute, tokens, adapted, kv, last),
         }
-        report[str(rows)] = interleaved(works, setting.device, 3, 5)
-    kernel_batch.LONG_ROWS = kept
+        with torch.inference_mode():
+            report[str(rows)] = interleaved(works, setting.device, 3, 5)
     return report
 
 
@@ -182,25 +174,6 @@ def switch(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[
     return {**found, "host to device": statistics.median(copies), "adapter_bytes": nbytes}
 
 
-def tune(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[str, Any]:
-    """Seconds of the base's step, and of the adapted one at other sizes of its programs."""
-    from coterie.kernels.triton import decoder as triton_patched
-
-    kept = triton_patched.SLIM, triton_patched.BROAD
-    works: dict[str, Callable[[], object]] = {
-        "base": decode(model, setting.streams, setting.context, ()).forward
-    }
-    for given in TUNED:
-        triton_patched.SLIM = triton_patched.BROAD = triton_patched.ProgramSizes(*given)
-        other = copy(model)
-        other.graphs = DecodeGraphs(model.compute, model.spec.max_positions, model.device)
-        step = decode(other, setting.streams, setting.context, spread(stacks, setting.streams))
-        step.forward()
-        works[str(given)] = step.forward
-    triton_patched.SLIM, triton_patched.BROAD = kept
-    return interleaved(works, setting.device, 5)
-
-
 def profile(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict[str, Any]:
     """Microseconds per step by kernel name."""
     from torch.profiler import ProfilerActivity
@@ -221,18 +194,24 @@ def profile(setting: Setting, model: CausalLM, stacks: list[PatchStack]) -> dict
     return report
 
 
-def measure(setting: Setting, parts: list[str]) -> dict[str, Any]:
+def measure(setting: Setting, parts: list[str], shapes: list[str]) -> dict[str, Any]:
     results: dict[str, Any] = {"device": setting.name}
     if "check" in parts:
         results["check"] = check(setting)
-    for name, config in setting.shapes.items():
+    for name, (config, adapted) in setting.shapes.items():
+        if shapes and name not in shapes:
+            continue
         model = make_model(config, "bf16", setting)
         stacks = [
-            device_stack(model.spec, setting.rank, seed, setting.device)
+            device_stack(model.spec, setting.rank, seed, setting.device, parts=adapted)
             for seed in range(setting.adapters)
         ]
-        works = {"speed": speed, "prefill": prefill, "switch": switch}
-        works |= {"tune": tune, "profile": profile}
+        works: dict[str, Callable[..., dict[str, Any]]] = {
+            "speed": partial(speed, parts=adapted),
+            "prefill": prefill,
+            "switch": switch,
+            "profile": profile,
+        }
         for part, work in works.items():
             if part in parts:
                 begin = time.perf_counter()
@@ -246,10 +225,14 @@ def table(results: dict[str, Any]) -> str:
     lines = [f"device: {results['device']}"]
     for part, found in results.items():
         if part.startswith("speed"):
-            share, loop = found["forward_share"], found["loop_share"]
-            times = ", ".join(f"{k} {v * 1e6:.0f} us" for k, v in found["forward_s"].items())
-            lines.append(f"{part}: {share:.1%} of base (step), {loop:.1%} (loop), goal {GOAL:.0%}")
-            lines.append(f"    {times}; captured: {found['captured']}")
+            shares, loops, seconds = (
+                found[key] for key in ("forward_share", "loop_share", "forward_s")
+            )
+            lines.append(f"{part} (goal {GOAL:.0%} of base), captured: {found['captured']}")
+            for name, value in seconds.items():
+                told = f", {shares[name]:.1%} of base" if name in shares else ""
+                told += f", loop {loops[name]:.1%}" if name in loops else ""
+                lines.append(f"    {name}: {value * 1e6:.0f} us{told}")
         elif part != "device":
             lines.append(f"{part}: {json.dumps(found)}")
     return "\n".join(lines)
@@ -257,6 +240,7 @@ def table(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", action="append", default=[], choices=list(SHAPES))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--parts", default="check,speed,prefill,switch")
@@ -264,7 +248,7 @@ def main() -> None:
     given = parser.parse_args()
     parts = given.parts.split(",") + (["profile"] if given.profile else [])
     begin = time.perf_counter()
-    results = measure(Setting(given.smoke), parts)
+    results = measure(Setting(given.smoke), parts, given.shape)
     results["total_s"] = round(time.perf_counter() - begin, 1)
     print(table(results))
     print(json.dumps(results))

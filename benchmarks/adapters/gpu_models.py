@@ -1,4 +1,4 @@
-"""Parts of `adapters_gpu`: random models and stacks without a file, steps, and the torch twin."""
+"""Parts of `adapters.gpu`: random models and stacks without a file, steps, and the torch twin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from benchmarks.dense.gpu_checks import make_batch
+from benchmarks import random_models
+from benchmarks.gpu_runs import make_batch
+from benchmarks.random_models import RandomCheckpoint
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.patch import PARTS, Patch, PatchStack, Segment, Site
 from coterie.models.base import CausalLM, load_model
@@ -26,25 +28,11 @@ LLAMA = {
     "tie_word_embeddings": True,
     "head_dim": 64,
 }
-SHAPES: dict[str, dict[str, Any]] = {
-    "SmolLM2-135M": {
-        **LLAMA,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49_152,
-    },
-    "Llama-3.2-1B": {
-        **LLAMA,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128_256,
-    },
+# shapes, and the parts that adapters change: experts have none
+SHAPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "SmolLM2-135M": (random_models.SHAPES["SmolLM2-135M"], PARTS),
+    "Qwen3-0.6B": (random_models.SHAPES["Qwen3-0.6B"], PARTS),
+    "Qwen3-30B-A3B": (random_models.SHAPES["Qwen3-30B-A3B"], PARTS[:4]),
 }
 TINY = {
     **LLAMA,
@@ -85,65 +73,27 @@ class Setting:
         self.device = "cpu" if smoke else "cuda"
         self.name = "cpu" if smoke else torch.cuda.get_device_name()
         self.backend = "reference" if smoke else "triton"
-        self.shapes = {"tiny": TINY} if smoke else SHAPES
+        self.shapes = {"tiny": (TINY, PARTS)} if smoke else SHAPES
         self.streams, self.adapters, self.rank = (4, 2, 4) if smoke else (32, 16, 16)
         self.context = 32 if smoke else 256
         self.prompts = (16,) if smoke else (128, 512, 2048)
 
 
-class RandomWeights:
-    """A Checkpoint whose tensors are random, made when they are read, and the same each time."""
-
-    def __init__(self, config: dict[str, Any], device: str) -> None:
-        self.config, self.path = config, "random"
-        self.generation: dict[str, Any] = {}
-        self._device, self._shapes = device, _tensors(config)
-
-    def names(self) -> list[str]:
-        return list(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def stored_as(self, name: str) -> str:
-        return "BF16"
+class WideWeights(RandomCheckpoint):
+    """Drawn so that a product keeps the size of its input: errors show in the logits."""
 
     def read(self, name: str) -> Weight:
-        shape = self._shapes[name]
-        draw = torch.Generator(self._device).manual_seed(list(self._shapes).index(name))
-        values = torch.randn(shape, generator=draw, device=self._device)
+        shape = self.shape(name)
+        draw = torch.Generator(self.device).manual_seed(self.names().index(name))
+        values = torch.randn(shape, generator=draw, device=self.device)
         values = values * shape[-1] ** -0.5 if len(shape) > 1 else 1 + 0.1 * values
         return DenseWeight(values.bfloat16())
 
-    def release(self) -> None:
-        """Nothing is kept."""
-
-
-def _tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    found: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-    }
-    for layer in range(config["num_hidden_layers"]):
-        stem = f"model.layers.{layer}."
-        found |= {
-            stem + "input_layernorm.weight": (hidden,),
-            stem + "post_attention_layernorm.weight": (hidden,),
-            stem + "self_attn.q_proj.weight": (heads, hidden),
-            stem + "self_attn.k_proj.weight": (kv_heads, hidden),
-            stem + "self_attn.v_proj.weight": (kv_heads, hidden),
-            stem + "self_attn.o_proj.weight": (hidden, heads),
-            stem + "mlp.gate_proj.weight": (inner, hidden),
-            stem + "mlp.up_proj.weight": (inner, hidden),
-            stem + "mlp.down_proj.weight": (hidden, inner),
-        }
-    return found
-
 
 def make_model(config: dict[str, Any], dtype: str, setting: Setting, backend: str = "") -> CausalLM:
-    weights = cast(Checkpoint, RandomWeights(config, setting.device))
+    if "num_experts" in config:
+        return random_models.make_model(config, setting.device, dtype=dtype)
+    weights = cast(Checkpoint, WideWeights(config, setting.device))
     return load_model(
         weights, dtype=dtype, device=setting.device, backend=backend or setting.backend
     )
@@ -216,7 +166,11 @@ class Step:
     host: dict[str, Tensor]
 
     def forward(self) -> Tensor:
-        return self.model.forward(self.tokens, self.batch, self.kv, self.host["rows"])
+        logits = self.model.forward(self.tokens, self.batch, self.kv, self.host["rows"])
+        if self.model.experts is not None:
+            # an engine takes the counts of each step
+            self.model.launched_usage()
+        return logits
 
     def captured(self) -> bool:
         """Whether the step is replayed, not run."""

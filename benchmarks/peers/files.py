@@ -9,7 +9,10 @@ The bf16, Q8_0 and Q4_0 copies are re-encodings of a Q4_1 file: speed anchors, n
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
+import tempfile
 from pathlib import Path
 
 from coterie.weights.home import home
@@ -54,12 +57,14 @@ def safetensors_directory() -> Path:
 
 def random_directory() -> Path:
     """Random bf16 weights of the default model's shape."""
-    import torch
+    from benchmarks.random_models import SHAPES, make_peer, write_tokenizer
 
-    from benchmarks.dense.gpu import SHAPES, make_peer, save
-
-    architecture, settings = SHAPES["SmolLM2-135M"]
-    return save(make_peer(architecture, settings, torch.bfloat16, "cpu"))
+    path = Path(tempfile.mkdtemp(prefix="coterie-bench-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    config = SHAPES["SmolLM2-135M"]
+    make_peer(config, "cpu").save_pretrained(path)
+    write_tokenizer(path, config["vocab_size"])
+    return path
 
 
 def _write_tokenizer(target: Path) -> None:

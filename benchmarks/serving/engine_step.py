@@ -71,6 +71,9 @@ class FixedModel:
     ) -> None:
         """There is nothing to compile."""
 
+    def launched_usage(self) -> None:
+        return None
+
     def take_usage(self) -> None:
         """There are no experts."""
 

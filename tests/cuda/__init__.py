@@ -1,0 +1,1 @@
+"""The device suite: whether answers are right on a CUDA device. See `__main__`."""
