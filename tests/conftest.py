@@ -65,11 +65,13 @@ LONG_FILES = {
 
 # files that use a server which a conftest starts once per process: they run in one process
 SHARED_SERVERS = {"api": r"\b(strict_|taught_)?server: Served\b", "sdk": ""}
+# so do those that use the child in which Triton's kernels are interpreted
+INTERPRETED = r"triton_interpreter import .*\binterpreted\b"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile`, where the files of a shared server count as one."""
+    """`--dist loadfile`, where the files of a shared server or child count as one."""
     if config.option.dist != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
@@ -83,10 +85,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @cache
 def _scope(file: str) -> str:
-    """The folder, for a file that uses its server; else the file."""
+    """The folder, for a file that uses its server; what it is called, for the child; else the
+    file."""
     path = ROOT / file
+    text = path.read_text(encoding="utf-8")
+    if re.search(INTERPRETED, text):
+        return "interpreted"
     pattern = SHARED_SERVERS.get(path.parent.name)
-    uses = pattern is not None and re.search(pattern, path.read_text(encoding="utf-8"))
+    uses = pattern is not None and re.search(pattern, text)
     return str(path.parent) if uses else file
 
 

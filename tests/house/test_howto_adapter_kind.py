@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "howto" / "add-an-adapter-kind.md"
 
@@ -40,6 +42,7 @@ def import_beside(path: Path, package: str, module: str) -> None:
     path.write_text(text.replace(line[0], f"from {package} import {names}"))
 
 
+@pytest.mark.full
 def test_the_page_adds_a_kind(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     for name in ("coterie", "tests"):

@@ -63,6 +63,7 @@ def test_items_of_ones_own_in_a_new_language(
     assert "no items in sv; there are en, de" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_an_expert_that_promises_too_much_is_found_out(
     default_model_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
