@@ -91,6 +91,7 @@ def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 def test_its_commands_succeed(followed: Path, tmp_path: Path) -> None:
     lines = [line for code, _ in blocks("console") for line in code.splitlines()]
     assert len(lines) == 4 and all(line.startswith("$ .venv/bin/") for line in lines)

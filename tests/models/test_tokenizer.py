@@ -86,6 +86,7 @@ def test_directory_equals_transformers(tiny: Path) -> None:
         assert ours.is_special(token_id) == (token_id in oracle.all_special_ids or token_id == 3)
 
 
+@pytest.mark.full
 def test_default_model_equals_transformers(default: Tokenizer, default_model_path: Path) -> None:
     oracle = auto(default_model_path.parent, gguf_file=default_model_path.name)
     for text in [*TEXTS, *CORPUS, *(random_text(seed, 80) for seed in range(20))]:

@@ -32,6 +32,7 @@ def test_a_slice_of_one_expert(
     assert measured["n"] == 3 and measured["expert"]["right"] > measured["base"]["right"]
 
 
+@pytest.mark.full
 def test_a_slice_of_one_language(
     default_model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,7 @@ def more_than(count: int) -> Callable[[Listener], bool]:
     return lambda listener: len(listener.tokens()) > count
 
 
+@pytest.mark.full
 def test_two_crashes_then_alone_then_a_typed_failure() -> None:
     async def test() -> None:
         replica = ProcessReplica(tiny_spec(), QUICK)
