@@ -47,10 +47,10 @@ $(NODE): $(STAMP)
 test: $(NODE)
 	@$(MAKE) --no-print-directory -j 2 check slice
 
-# tests wait for servers and for each other's locks: three at a time keep two cores busy; long files
+# tests wait for servers and for each other's locks: four at a time keep two cores busy; long files
 # first (tests/conftest.py)
 slice: $(NODE)
-	$(BIN)/pytest -m "not full" -n 3 --dist loadfile --no-loadscope-reorder --durations=15
+	$(BIN)/pytest -m "not full" -n 4 --dist loadfile --no-loadscope-reorder --durations=15
 
 # counts the lines that run, in servers and workers too, which takes half as long again; `COVERAGE=`
 # leaves that out
