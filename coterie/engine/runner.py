@@ -126,27 +126,10 @@ class Runner:
             if plan.draws and not constrained:
                 noise = self._sampler.inputs(plan.draws, plan.draw_rows, self._output, ahead)
             tensors = self._send(self._uploads, plan, arrays, noise or [])
-        token_ids, positions, slots, query_starts, context_lens, block_tables, wanted_rows = (
-            tensors[:7]
-        )
+        token_ids, wanted_rows = tensors[0], tensors[6]
         if plan.sources is not None and self._uploads is not None:
             token_ids = _drawn_by(before, plan, token_ids)
-        batch = AttentionBatch(
-            positions=positions,
-            slots=slots,
-            query_starts=query_starts,
-            context_lens=context_lens,
-            block_tables=block_tables,
-            block_size=self._block_size,
-            phase="prefill" if plan.num_prefill_tokens else "decode",
-            fresh=_fresh_rows(plan, bounds) if plan.num_prefill_tokens >= FRESH_ROWS else (),
-            continued=_continued_rows(plan, bounds)
-            if plan.num_prefill_tokens >= FRESH_ROWS
-            else (),
-            patches=tuple(
-                Segment(bounds[first], bounds[last], stack) for first, last, stack in plan.segments
-            ),
-        )
+        batch = self._batch(plan, bounds, tensors[1:6])
         later = usage = None
         try:
             logits = self._model.forward(token_ids, batch, self._kv, wanted_rows)
@@ -178,6 +161,25 @@ class Runner:
             dispatch = step_usage(plan, *later())
         result = StepResult(tokens, scores, beams, late, prompt_scores, run_s, sample_s, dispatch)
         return LaunchedStep(plan, run_s, sample_s, dispatch, result=result)
+
+    def _batch(self, plan: StepPlan, bounds: list[int], tensors: list[Tensor]) -> AttentionBatch:
+        """The rows of the plan for the model. `bounds`: where each sequence's rows begin."""
+        positions, slots, query_starts, context_lens, block_tables = tensors
+        long = plan.num_prefill_tokens >= FRESH_ROWS
+        return AttentionBatch(
+            positions=positions,
+            slots=slots,
+            query_starts=query_starts,
+            context_lens=context_lens,
+            block_tables=block_tables,
+            block_size=self._block_size,
+            phase="prefill" if plan.num_prefill_tokens else "decode",
+            fresh=_fresh_rows(plan, bounds) if long else (),
+            continued=_continued_rows(plan, bounds) if long else (),
+            patches=tuple(
+                Segment(bounds[first], bounds[last], stack) for first, last, stack in plan.segments
+            ),
+        )
 
     def _group(self, plan: StepPlan) -> SampleBatch:
         return self._sampler.grouped(plan.draws, self._model.device)

@@ -210,9 +210,7 @@ class DeviceDecoder:
         """All rows behind the last norm. Each layer ends with the norm of the next."""
         shape = self._shape
         attend = self._attention(hidden, batch)
-        experts = None
-        if pool is not None and routed is not None:
-            experts = new_scratch(routed[0], pool, hidden)
+        experts = _scratch_of(pool, routed, hidden)
         heads, inner = self._parts
         norms = [*(layer.input_norm for layer in self._layers), self._norm]
         normed = add_norm(hidden, None, norms[0], shape.eps)
@@ -281,9 +279,7 @@ class DeviceDecoder:
         segments in `rest`."""
         shape = self._shape
         attend = self._attention(hidden, batch)
-        experts = None
-        if pool is not None and routed is not None:
-            experts = new_scratch(routed[0], pool, hidden)
+        experts = _scratch_of(pool, routed, hidden)
         heads, inner = self._parts
         product: RowProduct | None = None
         for index, layer in enumerate(self._layers):
@@ -324,9 +320,7 @@ class DeviceDecoder:
         """The final norm of decoding rows with adapters."""
         shape, early = self._shape, self.dependent
         attend = self._attention(hidden, batch, early)
-        experts = None
-        if pool is not None and routed is not None:
-            experts = new_scratch(routed[0], pool, hidden)
+        experts = _scratch_of(pool, routed, hidden)
         heads, _ = self._parts
         product: RowProduct | None = None
         for index, layer in enumerate(self._layers):
@@ -545,6 +539,12 @@ class DeviceDecoder:
 def _decodes(batch: AttentionBatch) -> bool:
     """Whether every sequence has one row, and attention is one kernel."""
     return len(batch.positions) == len(batch.context_lens) <= MAX_ROWS
+
+
+def _scratch_of(
+    pool: ResidentPool | None, routed: Tensor | None, hidden: Tensor
+) -> ExpertScratch | None:
+    return None if pool is None or routed is None else new_scratch(routed[0], pool, hidden)
 
 
 def _wide_product(x: Tensor, weight: Tensor) -> Tensor:

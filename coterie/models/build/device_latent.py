@@ -91,7 +91,7 @@ class LatentDecoder(DeviceDecoder):
 
     def takes(self, batch: AttentionBatch, pool: ResidentPool | None) -> bool:
         plain = not batch.patches and batch.patch_rows is None
-        return plain and (pool is not None or not self._moe)
+        return plain and super().takes(batch, pool)
 
     def _attention(
         self, hidden: Tensor, batch: AttentionBatch, early: bool = False
