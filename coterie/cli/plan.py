@@ -79,7 +79,8 @@ def make(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         load = prospect.workload(args.trace, _heatmap(path, prospect, args.workload))
         case = prospect.case(machine, load, args.context or 0)
         subject = case.model
-        ways = prospect.memory_divisions(_settings(args), subject.kv_bytes)
+        reserve = _graph_reserve(prospect)
+        ways = prospect.memory_divisions(_settings(args), subject.kv_bytes, reserve)
         rows = plan(case, ways)
         choice = _asked(args.strategy, case, ways, rows) or pick(rows)
     finally:
@@ -98,12 +99,25 @@ def make(path: Path, args: argparse.Namespace) -> dict[str, Any]:
             "backbone_measured": subject.backbone is not None,
             "context": subject.context,
             "kv_bytes": subject.kv_bytes,
+            # 0 where not all experts fit beside them: nothing is captured then
+            "graph_bytes": ways[0].needs.graph_bytes,
         },
         "machine": _machine(machine, case.profile),
         "workload": load.source,
         **_answers(rows, choice),
         "flags": _flags(args, subject, _taken(rows, choice)),
     }
+
+
+def _graph_reserve(prospect: PlanInputs) -> int:
+    """What `coterie serve` reserves for captured graphs, with adapters and a lane as it has by
+    default."""
+    from coterie.core.lane import LaneConfig
+    from coterie.workers.host import graph_reserve
+
+    lanes = (LaneConfig("plan", max_step_tokens=0),)
+    given = prospect.spec, prospect.checkpoint, prospect.dtype, prospect.device
+    return graph_reserve(*given, lanes, adapters=True)
 
 
 def _answers(rows: Sequence[PlanRow], choice: PlanChoice) -> dict[str, Any]:
@@ -219,6 +233,7 @@ def _facts(document: dict[str, Any]) -> list[tuple[str, str]]:
         f"expert {1e6 * profile['device']['seconds'][0]:.0f} us",
     ]
     backbone = "measured" if model["backbone_measured"] else "estimated from its bytes"
+    graphs = model["graph_bytes"]
     return [
         ("model", f"{model['architecture']}, {model['layers']} layers, top {model['top_k']}"),
         (
@@ -227,6 +242,7 @@ def _facts(document: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("backbone", f"{nbytes(model['backbone_bytes'])} read per step, {backbone}"),
         ("KV", f"{nbytes(model['kv_bytes'])} reserved for {model['context']} tokens"),
+        *([("graphs", f"{nbytes(graphs)} reserved for captured steps")] if graphs else []),
         ("machine", f"{machine['identity']['device']}: {', '.join(rates)}"),
         ("workload", document["workload"]),
     ]

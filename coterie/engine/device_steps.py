@@ -259,18 +259,19 @@ class DeviceSteps:
         graph = self._find(len(rows), width * self._block_size, places)
         if graph is None:
             return None
-        patched = graph.captured.inputs.batch.patch_rows
-        if patched is not None:
-            patched.fill(places)
         # to capture draws takes their edits
-        if last is not None and last.graph.rows == graph.rows and last.kind in graph.draws:
+        same = last is not None and last.graph.rows == graph.rows and last.kind in graph.draws
+        if last is not None and same:
             kind, num_left, arrays = last.kind, last.num_left, None
         else:
             kind, num_left, arrays = self._kind(plan, batch)
-        self._drawing(graph, kind)
-        if kind.width and not kind.notes:
-            # nothing may be captured while a step continues
-            self._drawing(graph, kind._replace(notes=True))
+        # nothing may be captured while a step continues
+        counting = [kind._replace(notes=True)] if kind.width and not kind.notes else []
+        if not all(self._drawing(graph, each) for each in (kind, *counting)):
+            return None
+        patched = graph.captured.inputs.batch.patch_rows
+        if patched is not None:
+            patched.fill(places)
         self._send(plan, rows, before, batch, graph, width)
         if arrays is not None:
             self._send_edits(arrays, self._edits_of(graph, kind))
@@ -378,16 +379,26 @@ class DeviceSteps:
             receive_step = step_kernels(self._message.device)[0]
             # no message: every row is padding
             self._message.zero_()
-            receive, _ = self._graphs.record(
-                lambda: receive_step(self._message, fields, draws) or ()
-            )
+            receive: Callable[[], None] | None = None
+            with self._graphs.memory.measured(small=True):
+                receive, _ = self._graphs.record(
+                    lambda: receive_step(self._message, fields, draws) or ()
+                )
+            if receive is None:
+                return None
             found = self._steps[captured] = StepGraph(captured, size, receive, {})
         return found
 
-    def _drawing(self, step: StepGraph, kind: DrawKind) -> None:
-        """Capture what draws the tokens of a step. Its inputs and edits are lost."""
-        if kind in step.draws:
-            return
+    def _drawing(self, step: StepGraph, kind: DrawKind) -> bool:
+        """Capture what draws the tokens of a step, unless it is captured or there is no room.
+        Returns whether it is. The step's inputs and edits are lost."""
+        memory = self._graphs.memory
+        if kind not in step.draws and memory.has_room:
+            with memory.measured(small=True):
+                self._capture_draw(step, kind)
+        return kind in step.draws
+
+    def _capture_draw(self, step: StepGraph, kind: DrawKind) -> None:
         inputs, logits = step.captured.inputs.fields, step.captured.logits
         fields, drawer = self._fields.first(step.rows), self._draws
         edits = self._edits_of(step, kind) if kind.width else None

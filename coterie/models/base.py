@@ -38,6 +38,7 @@ from coterie.models.build.graph_memory import GraphMemory
 from coterie.models.build.layers import Progress
 from coterie.models.build.mixed_graph import MAX_WEIGHT_BYTES, MixedGraphs
 from coterie.models.build.moe import MoeExperts, MoeFactory, MoeRequirements, MoeStack, moe_factory
+from coterie.models.build.piece_graph import PieceGraphs
 from coterie.models.build.reader import TensorPlacement, TensorReader
 from coterie.models.config_fields import check_config, check_generation
 from coterie.models.spec import ModelSpec, token_ids
@@ -118,6 +119,7 @@ class CausalLM:
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
+        self.piece_graphs: PieceGraphs | None = None
 
     @property
     def experts(self) -> MoeExperts | None:
@@ -165,6 +167,9 @@ class CausalLM:
                 found = self.prompt_graphs.forward(token_ids, batch, kv, logits_rows)
             if found is None and self.mixed_graphs is not None and batch.phase != "decode":
                 found = self.mixed_graphs.forward(token_ids, batch, kv, logits_rows)
+            pieces = self.piece_graphs if batch.phase != "decode" else None
+            if found is None and pieces is not None and pool is not None:
+                found = pieces.forward(token_ids, batch, kv, logits_rows, pool)
             if found is not None:
                 logits, routed = found
                 if self._moe is not None and pool is not None and routed is not None:
@@ -214,7 +219,7 @@ class CausalLM:
     def limit_graphs(self, reserved: int) -> GraphMemory | None:
         """Let captured graphs take so many bytes together; with 0 nothing is captured."""
         if self.graphs is None or reserved == 0:
-            self.graphs = self.prompt_graphs = self.mixed_graphs = None
+            self.graphs = self.prompt_graphs = self.mixed_graphs = self.piece_graphs = None
             return None
         memory = GraphMemory(self.device, reserved)
         self.graphs.memory = memory
@@ -232,13 +237,18 @@ class CausalLM:
     ) -> None:
         """Capture what the first steps with these caches would wait for (with `adapters`: also the
         steps whose rows have some). Calls `progress` with (graphs done, graphs)."""
-        resident = self._moe is None or self._moe.pool is not None
-        if self.graphs is None or not resident:
+        pool = self._moe.pool if self._moe is not None else None
+        if self.graphs is None or (self._moe is not None and pool is None):
             return
         for done, total in self.graphs.prepare(kv, lane.block_size, lane.max_sequences, adapters):
             progress(done, total)
         if self.prompt_graphs is not None:
             self.prompt_graphs.prepare(kv, lane.block_size, lane.max_step_tokens)
+        if self.mixed_graphs is not None:
+            for done, total in self.mixed_graphs.prepare(kv, lane, self.dtype):
+                progress(done, total)
+        if self.piece_graphs is not None and pool is not None:
+            self.piece_graphs.prepare(lane.max_step_tokens, pool)
 
     @property
     def is_captured(self) -> bool:
@@ -324,6 +334,10 @@ def load_model(
 def _capture(model: CausalLM, backend: str) -> None:
     if backend == "triton" and model.device.type == "cuda":
         model.graphs = DecodeGraphs(model.compute, model.spec.max_positions, model.device)
+        if model.device_decoder is not None and model.experts is not None:
+            model.piece_graphs = PieceGraphs(
+                model.device_decoder, model.graphs, model.spec, model.dtype
+            )
         # kernels that need nothing of a prompt's rows from the host
         if model.device_decoder is not None and model.dtype != "fp32":
             model.prompt_graphs = PromptGraphs(model.compute, model.device)

@@ -35,6 +35,7 @@ from coterie.moe.planner.workload import (
     workload_from_heatmap,
     workload_from_trace,
 )
+from coterie.moe.runtime.budget import graph_room
 from coterie.moe.runtime.resident import count_demands
 from coterie.moe.runtime.setup import PlacementContext, needs_of, sizes_of
 
@@ -83,9 +84,13 @@ class PlanInputs:
             context=min(context or self.spec.max_positions, self.spec.max_positions),
         )
 
-    def memory_divisions(self, settings: MoeSettings, kv_bytes: int) -> list[MemoryDivision]:
-        site = PlacementContext(torch.device(self.device), kv_bytes)
-        return divisions(settings, needs_of((), site))
+    def memory_divisions(
+        self, settings: MoeSettings, kv_bytes: int, graph_bytes: int = 0
+    ) -> list[MemoryDivision]:
+        """`graph_bytes`: reserved for captured graphs where all experts fit beside them."""
+        needs = needs_of((), PlacementContext(torch.device(self.device), kv_bytes))
+        room = graph_room(settings, sizes_of(self.store), needs, graph_bytes)
+        return divisions(settings, replace(needs, graph_bytes=room))
 
     def machine(self, *, again: bool = False, say: Say | None = None) -> Machine:
         """Measured once, then stored; with the times of this model's backbone where measuring them

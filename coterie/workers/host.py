@@ -34,10 +34,12 @@ from coterie.models.base import (
 )
 from coterie.models.build.cuda_graph import PROMPTS, captured_sizes
 from coterie.models.build.graph_memory import GraphMemory, estimate_graph_bytes
+from coterie.models.build.mixed_graph import mixed_sizes
 from coterie.models.build.moe import MoeRequirements, store_of
+from coterie.models.build.piece_graph import piece_sizes
 from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
 from coterie.moe.planner.auto import chooser, known_costs
-from coterie.moe.runtime.budget import TierNeeds, size_tiers
+from coterie.moe.runtime.budget import TierNeeds, graph_room
 from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
 from coterie.moe.runtime.setup import sizes_of
 from coterie.moe.runtime.trace import Trace
@@ -212,15 +214,33 @@ class CaptureProgress:
 
 def _graph_bytes(spec: WorkerSpec, shape: ModelSpec, checkpoint: Checkpoint, device: str) -> int:
     """Reserved for captured graphs; 0 where nothing is captured."""
-    if not device.startswith("cuda") or spec.capture_graphs == "off":
+    if spec.capture_graphs == "off":
         return 0
-    kept = stored_dtype(checkpoint) if spec.dtype == "auto" else spec.dtype
-    sizes = captured_sizes(max(lane.max_sequences for lane in spec.lanes))
-    lanes = [lane.for_device("cuda") for lane in spec.lanes]
-    prompt = min(PROMPTS[-1], max(lane.max_step_tokens for lane in lanes))
     adapters = bool(spec.library and spec.adapters.device_bytes)
-    kinds = 1 + adapters * len(KINDS)
-    return len(spec.lanes) * estimate_graph_bytes(shape, kept, sizes, prompt, kinds)
+    return graph_reserve(shape, checkpoint, spec.dtype, device, spec.lanes, adapters)
+
+
+def graph_reserve(
+    shape: ModelSpec,
+    checkpoint: Checkpoint,
+    dtype: str,
+    device: str,
+    lanes: Sequence[LaneConfig],
+    adapters: bool,
+) -> int:
+    """The bytes that an engine on this device reserves for captured graphs, if it captures any."""
+    if not device.startswith("cuda"):
+        return 0
+    kept = stored_dtype(checkpoint) if dtype == "auto" else dtype
+    given = [lane.for_device("cuda") for lane in lanes]
+    sequences = max(lane.max_sequences for lane in given)
+    longest = max(lane.max_step_tokens for lane in given)
+    stored = sum(checkpoint.extent(name).nbytes for name in checkpoint.names())
+    mixes = mixed_sizes(shape, kept, stored, longest, sequences)
+    mixes += piece_sizes(shape, longest)
+    prompt, kinds = min(PROMPTS[-1], longest), 1 + adapters * len(KINDS)
+    each = estimate_graph_bytes(shape, kept, captured_sizes(sequences), prompt, kinds, mixes)
+    return len(given) * each
 
 
 def _refuse_dense(spec: ModelSpec, settings: MoeSettings) -> None:
@@ -405,18 +425,11 @@ class MoeHost:
         return runtime
 
     def _graph_room(self, store: ExpertStore, device: str) -> int:
-        """What captured graphs take from the device's budget: nothing where not all experts fit
-        beside them, as steps are captured only when all of them are on the device."""
         if not self._graph_bytes:
             return 0
         free, _ = torch.cuda.mem_get_info(device)
-        taken = self._kv_bytes + self._graph_bytes
-        needs = TierNeeds(True, False, free, 0, taken, one_memory=False)
-        try:
-            slots = size_tiers(self._settings, sizes_of(store), needs)
-        except ConfigError:
-            return 0
-        return self._graph_bytes if slots.device >= store.geometry.total else 0
+        needs = TierNeeds(True, False, free, 0, self._kv_bytes, one_memory=False)
+        return graph_room(self._settings, sizes_of(store), needs, self._graph_bytes)
 
     def _known(self, geometry: ExpertGeometry, lineage: tuple[str, ...]) -> Heatmap | None:
         """The stored heatmap. With warmup "none" nothing is loaded or counted."""

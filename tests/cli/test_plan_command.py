@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.moe.random_moe import Shape, write
 from coterie.cli.main import main
-from coterie.cli.plan import share_of
+from coterie.cli.plan import _graph_reserve, share_of
+from coterie.core.moe import MoeSettings
 from coterie.kernels.cpu.build import native
+from coterie.models.plan_inputs import open_plan_inputs
 from coterie.moe.dispatch.table import STRATEGIES
 from coterie.moe.planner import machine, measure
 from coterie.moe.runtime.budget import share
+from coterie.weights.checkpoint import open_checkpoint
 
 NATIVE = native() is not None
 SHAPE = Shape(2, 8, 2, 64, 32, 4, 2, 16, 320, 128, skew=0.5)
@@ -63,6 +67,32 @@ def test_the_table_fits_80_columns_and_names_its_choice(
     assert "lru" not in told
 
 
+def test_a_plan_for_a_gpu_leaves_room_for_captured_graphs(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a server there does; what is free is made up."""
+    free = 4 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, free))
+    given = open_plan_inputs(open_checkpoint(model), "auto", "cuda")
+    on_cpu = open_plan_inputs(open_checkpoint(model), "auto", "cpu")
+    try:
+        reserve = _graph_reserve(given)
+        assert 256 << 20 < reserve < 2 << 30 and _graph_reserve(on_cpu) == 0
+        [way] = given.memory_divisions(MoeSettings(), 1000, reserve)
+        [plain] = given.memory_divisions(MoeSettings(), 1000)
+        assert way.needs.graph_bytes == reserve and plain.needs.graph_bytes == 0
+        sizes = given.planned_model().sizes
+        slots = way.tiers("persistent", sizes)
+        assert slots is not None and slots.device == sizes.total
+        assert plain.kv_room(slots, 10) - way.kv_room(slots, 10) == reserve
+        # not all experts fit: nothing is captured
+        [half] = given.memory_divisions(MoeSettings(device_budget="50%"), 1000, reserve)
+        assert half.needs.graph_bytes == 0
+    finally:
+        given.store.close()
+        on_cpu.store.close()
+
+
 def test_json_is_whole_and_can_be_saved(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     status, out, _ = run(
@@ -76,6 +106,7 @@ def test_json_is_whole_and_can_be_saved(model: Path, tmp_path: Path) -> None:
     assert document["model"]["context"] == 100 and document["model"]["backbone_measured"]
     # 2 planes, 2 layers, 2 heads of 16 in bf16
     assert document["model"]["kv_bytes"] == 100 * 2 * 2 * 2 * 16 * 2
+    assert document["model"]["graph_bytes"] == 0
     slots = {row["strategy"]: row["device_slots"] for row in document["rows"]}
     assert slots["lru"] == 4 and slots["cpu_only"] == 0
     assert all(row["decode_tokens_s"] > 0 for row in document["rows"])

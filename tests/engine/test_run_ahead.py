@@ -22,8 +22,10 @@ from coterie.engine.sampler import ModelOutput, Sampler
 from coterie.engine.scheduler import Scheduler
 from coterie.engine.step import StepPlan
 from coterie.engine.upload import ALIGNMENT, NUM_BUFFERS, UploadRing
+from coterie.kernels.draws import LogitEdits
 from coterie.models.build import cuda_graph
 from coterie.models.build.cuda_graph import DecodeGraphs
+from coterie.models.build.graph_memory import GraphMemory
 from tests.helpers.kernels.twin_draws import TwinDraws
 from tests.helpers.models.toy_grammars import NESTED, REGEX, constrained
 from tests.helpers.models.toy_model import (
@@ -265,6 +267,39 @@ def test_penalties_are_counted_ahead_on_the_device(captured: bool, watch: Watch)
         assert len(sends) == 2
     else:
         assert twin.num_unknown == 39
+
+
+def test_draws_and_lists_of_edits_count_as_graphs(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes memory of the reserve. When that is used up, other draws take the general way."""
+    held = [0]
+    monkeypatch.setattr(GraphMemory, "_held_bytes", lambda _: held[0])
+    empty = LogitEdits.empty
+
+    def counted(*size: Any) -> LogitEdits:
+        held[0] += 1 << 30
+        return empty(*size)
+
+    monkeypatch.setattr(LogitEdits, "empty", counted)
+    lane = make_lane(num_blocks=512, max_sequences=4, max_step_tokens=64)
+    single, ahead = (make_engine(lane, run_ahead=run_ahead) for run_ahead in (False, True))
+    steps = use_captured_steps(ahead, ahead._lanes[0].runner._model)  # type: ignore[arg-type]
+    memory = steps._graphs.memory
+    # of three sizes: the step, what receives it, and two kinds of draws
+    assert memory.count == 12 and memory.used < 16 << 20
+    memory.reserved = 1 << 30
+    for number, name in enumerate(("presence_penalty", "min_p")):
+        settings: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, name: 0.5}
+        if number:
+            settings["logprobs"] = 1
+        requests = [make_assignment(f"r{i}", [1, 2, i], **settings) for i in range(3)]
+        drawn = count_calls(steps, "_capture_draw")
+        expected, found = (answer(engine, requests, {}) for engine in (single, ahead))
+        assert by_request(found) == by_request(expected)
+        # the list of edits takes all: the same draw with counting is refused
+        assert len(drawn) == (0 if number else 1)
+    assert memory.used > 1 << 30 and not memory.has_room
 
 
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])

@@ -70,10 +70,10 @@ def test_an_entry_of_another_kernel_version_is_not_used(gpu: Path) -> None:
 
 
 def test_sizes_become_numbers_and_back() -> None:
-    groups = expert_groups.LARGE_GROUPS
-    numbers = numbers_of(groups)
-    assert numbers[0] == 128 and len(numbers) > 10
-    assert with_numbers(expert_groups.FP32_GROUPS, numbers) == groups
+    spans = expert_groups.LARGE_SPANS
+    numbers = numbers_of(spans)
+    assert numbers[:2] == (128, 0) and len(numbers) > 10
+    assert with_numbers(expert_groups.FEW_SPANS, numbers) == spans
 
 
 def test_shipped_tables_fit_the_kernels() -> None:
@@ -94,10 +94,10 @@ def test_shipped_tables_fit_the_kernels() -> None:
 
 
 def test_less_shared_memory_means_fewer_stages() -> None:
-    fitting = expert_groups.within(expert_groups.LARGE_GROUPS, 100 << 10)
-    assert isinstance(fitting, expert_groups.GroupSizes)
+    fitting = expert_groups.within(expert_groups.LARGE_SPANS, 120 << 10)
+    assert isinstance(fitting, expert_groups.SpanSizes)
     assert (fitting.gate_up.stages, fitting.down.stages) == (2, 2)
-    assert expert_groups.within(expert_groups.LARGE_GROUPS, 227 << 10) == expert_groups.LARGE_GROUPS
+    assert expert_groups.within(expert_groups.LARGE_SPANS, 227 << 10) == expert_groups.LARGE_SPANS
 
 
 def searched(

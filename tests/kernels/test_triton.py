@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -65,6 +66,10 @@ def test_all_batches_match_reference() -> None:
     assert all(found[case] < TOLERANCE[case.rsplit("/", 1)[1]] for case in MORE_ATTENTION)
 
 
+def test_tiles_of_prompts_are_those_of_a_loop(errors: dict[str, float]) -> None:
+    assert errors["tiles"] == 0.0
+
+
 @pytest.mark.parametrize("part", ["neighbours", "attention"])
 def test_padded_rows_leave_the_cache_alone(errors: dict[str, float], part: str) -> None:
     assert errors[f"padding/{part}"] == 0.0
@@ -82,6 +87,25 @@ def attention_error(name: str, generator: Any) -> float:
     q = torch.randn((len(batch.positions), h, dim), generator=generator).to(dtype)
     got = triton_attention.paged_attention(q, kv, batch, dim**-0.5)
     return relative(got, reference.paged_attention(q, kv, batch, dim**-0.5))
+
+
+def wrong_tiles(generator: Any) -> float:
+    """How many tiles of prompts are not those of a plain loop; a search takes several turns."""
+    from coterie.kernels.triton import attention
+
+    counts = torch.randint(0, 9, (11,), generator=generator).tolist()
+    contexts = [count + 3 * index for index, count in enumerate(counts)]
+    batch, _ = random_batch(counts, contexts, 16, generator)
+    with patch.object(attention, "_SEARCHED", 4):
+        got = attention.prompt_tiles(batch, sum(counts), 16, 64, torch.float16)
+    queries, want, row = 4, [], 0
+    for sequence, (count, context) in enumerate(zip(counts, contexts, strict=True)):
+        for first in range(0, count, queries):
+            position = context - count + first
+            want.append([sequence, row + first, min(queries, count - first), position])
+        row += count
+    same = [one == other for one, other in zip(got.tolist(), want, strict=False)]
+    return same.count(False) + float(got[len(want) :, 2].any())
 
 
 def random_stack(kind: str, generator: Any) -> tuple[Any, list[Any], Any, Any]:
@@ -168,4 +192,5 @@ def measure(cases: list[str]) -> dict[str, float]:
     generator = torch.Generator().manual_seed(7)
     errors_of = {"attention": attention_error, "decoder": decoder_error}
     found = {name: errors_of[name.split("/")[0]](name, generator) for name in cases}
+    found["tiles"] = wrong_tiles(generator)
     return found | padding_errors(generator)

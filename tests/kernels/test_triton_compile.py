@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.kernels.hopper import compiled, some_every_time
+from tests.helpers.kernels.hopper import compiled, some_every_time, usage
 
 pytest.importorskip("triton")
 
@@ -33,6 +33,7 @@ ATTEND_ARGS = {
     "query_starts": I32,
     "context_lens": I32,
     "block_tables": I32,
+    "tiles": I32,
     "num_sequences": "i32",
     **STRIDES,
 }
@@ -89,6 +90,12 @@ PLAIN = {"BIAS": True, "NORM": True, "PATCH": False, "FETCHED": 0, **ROWS}
 CASES: dict[str, tuple[str, dict[str, str], dict[str, Any], int]] = {
     "decode": ("_attend", ATTEND_ARGS, DECODE, 4),
     "prefill": ("_attend", {**ATTEND_ARGS, "partial": B, "stats": B}, PREFILL, 4),
+    "tiles": (
+        "_prompt_tiles",
+        {"query_starts": I32, "context_lens": I32, "tiles": I32, "num_sequences": "i32"},
+        {"QUERIES": 32, "EACH": 512},
+        4,
+    ),
     "combine": (
         "_combine",
         {"out": B, "partial": F, "stats": F},
@@ -129,3 +136,33 @@ def test_compiles_for_hopper(case: str, tmp_path: Any, monkeypatch: pytest.Monke
     kernel = next(vars(module)[name] for module in modules if name in vars(module))
     built = compiled(kernel, types, constants, num_warps, aligned=None, num_stages=2)
     assert len(built.asm["cubin"]) > 0
+
+
+@pytest.mark.full
+def test_decoding_rows_request_several_tiles(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop over the whole context keeps stages - 1 tiles of keys and values on their way: they
+    have a place each in shared memory."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from coterie.kernels.triton.whole_attention import _attend_whole
+
+    tile, stages = 16, 3
+    types = {
+        **dict.fromkeys(("qkv", "q_norm", "k_norm", "kv", "out"), B),
+        **dict.fromkeys(("cos", "sin"), F),
+        **dict.fromkeys(("positions", "slots"), I64),
+        **dict.fromkeys(("eps", "scale"), "fp32"),
+        "block_tables": I32,
+        "width": "i32",
+        **STRIDES,
+    }
+    constants = {
+        **HEADS, "DIM": 128, "ROWS": 16, "GROUP": 2, "TILE": tile, "LARGE": False, "NORM": True,
+        "PDL": False,
+    }  # fmt: skip
+    built = compiled(_attend_whole, types, constants, 1, ["half_stride"], num_stages=stages)
+    both = 2 * tile * 128 * 2
+    assert (stages - 1) * both <= built.metadata.shared < stages * both
+    # nothing is spilled
+    assert usage(built.asm["cubin"], tmp_path)[1] == 0

@@ -29,45 +29,39 @@ def descriptor(*block: int) -> str:
     return f"tensordesc<bf16[{','.join(map(str, block))}]>"
 
 
-def group(
-    name: str, tma: bool, halves: bool = False, gathers: bool = False
-) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
-    """A product of sorted rows, with the sizes for long prompts."""
+def group(name: str) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
+    """A product of sorted rows that reads experts by pointers."""
     from coterie.kernels.triton import expert_groups
 
-    sizes = expert_groups.HALF_GROUPS if halves else expert_groups.LARGE_GROUPS
+    sizes = expert_groups.GROUPS
     size = sizes.gate_up if name == "_group_gate_up" else sizes.down
-    rows = "x" if name == "_group_gate_up" else "acts"
-    matrices = (rows, f"{rows}_half", "pool", "out", "out_rows")
-    types = {**dict.fromkeys(matrices, BF16), "places": I64}
-    types |= dict.fromkeys(("row_pairs", "tile_experts", "tile_rows", "tile_count"), I32)
-    types["pairs"] = "i32"
-    if tma:
-        types |= {
-            rows: descriptor(sizes.tile, size.columns),
-            f"{rows}_half": descriptor(sizes.part, size.columns),
-            "pool": descriptor(1, size.block, size.columns),
-            "out": descriptor(sizes.tile, size.block),
-        }
-    if gathers:
-        types |= {"x": BF16, "x_half": BF16}
-    constants = {
-        "UNIT": 8,
-        "SLOT": 589_824,
-        "DOWN_AT": 3_145_728,
-        "TILE": sizes.tile,
-        "HALVES": halves,
-        "GATHER": gathers,
-        "TOP_K": 8,
-        "BLOCK": size.block,
-        "COLUMNS": size.columns,
-        "PROGRAMS": 132,
-        "FLATTEN": size.flatten,
-        "TMA": tma,
-        **EXPERT,
+    types = {**dict.fromkeys(("x", "acts", "pool", "out"), BF16), "places": I64}
+    types |= dict.fromkeys(("row_pairs", "tiles", "tile_count"), I32) | {"pairs": "i32"}
+    constants = {"UNIT": 8, "DOWN_AT": 3_145_728, "TOP_K": 8, "TILE": sizes.tile, **EXPERT}
+    constants |= {"BLOCK": size.block, "COLUMNS": size.columns, "PROGRAMS": 132}
+    return name, types, constants, {"num_warps": size.warps, "num_stages": size.stages}
+
+
+def span(name: str, chosen: str) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
+    """A product of tiles with tails."""
+    from coterie.kernels.triton import expert_groups
+
+    sizes = getattr(expert_groups, chosen)
+    gate_up = name == "span_gate_up"
+    size = sizes.gate_up if gate_up else sizes.down
+    tail = sizes.tail if gate_up or not sizes.flat else 0
+    matrices = (2 - sizes.flip,) if gate_up else ()
+    types = {**dict.fromkeys(("x", "out"), BF16), "places": I64, "pairs": "i32"}
+    types |= dict.fromkeys(("row_pairs", "tiles", "tile_count"), I32)
+    types |= {
+        "acts": descriptor(sizes.tile, size.columns),
+        "acts_tail": descriptor(tail or sizes.tile, size.columns),
+        "pool": descriptor(1, *matrices, size.block, size.columns),
     }
-    options = {"num_warps": size.warps, "num_stages": size.stages}
-    return name, types, constants, options
+    constants = {"SLOT": 589_824, "TOP_K": 8, "TILE": sizes.tile, "TAIL": tail, **EXPERT}
+    constants |= {"BLOCK": size.block, "COLUMNS": size.columns, "PROGRAMS": 132}
+    constants |= {"FLIP": sizes.flip, "FLATTEN": sizes.flat}
+    return name, types, constants, {"num_warps": size.warps, "num_stages": size.stages}
 
 
 def tile(
@@ -126,22 +120,13 @@ def widen(kind: int) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int
 
 
 def sort(name: str) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
-    names = [
-        "ids",
-        "counts",
-        "totals",
-        "starts",
-        "spans",
-        "tile_experts",
-        "tile_rows",
-        "tile_count",
-        "pair_rows",
-        "row_pairs",
-    ]
-    types = {**dict.fromkeys(names, I32), "pairs": "i32", "blocks": "i32"}
+    names = ["ids", "counts", "totals", "starts", "spans", "tiles", "tile_counts"]
+    names += ["pair_rows", "row_pairs"]
+    types = {**dict.fromkeys(names, I32), "pairs": "i32", "blocks": "i32", "list_size": "i32"}
     sizes = {"EXPERTS": 128, "PADDED": 128, "BLOCK": 256, "TILE": 128, "WIDE": 256, "CHUNK": 512}
-    sizes |= {"PART": 64, "PDL": False}
-    return name, types, sizes, {"num_warps": 4 if name == "_find_pairs" else 8}
+    sizes |= {"LONG": 128, "FLAT": 128, "PDL": False}
+    warps = 4 if name in ("_find_pairs", "_sort_few") else 8
+    return name, types, sizes, {"num_warps": warps}
 
 
 def arranged(kind: int) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
@@ -153,7 +138,8 @@ def arranged(kind: int) -> tuple[str, dict[str, str], dict[str, Any], dict[str, 
 
 
 # the instructions that a kernel must have, and those that it must not have
-TMA = (("UTMALDG", "HGMMA", "UTMASTG"), ("LDL", "STL"))
+TMA = (("UTMALDG", "HGMMA", "STG.E.128"), ("LDL", "STL"))
+SPANNED = ((*TMA[0], "LDGSTS.E.BYPASS.128"), TMA[1])
 TILED = (("LDGSTS.E.BYPASS.128", "HGMMA"), ("LDL", "STL"))
 # int4 words go from memory to the tensor cores in the registers of one thread
 DIRECT = (("LDG.E.128", "HMMA.16816.F32.BF16"), ("LDL", "STL", "LDSM", "SHFL"))
@@ -161,13 +147,14 @@ BY_ROW = (("LDG.E.128", "LDG.E.64", "HMMA.16816.F32.BF16"), ("LDL", "STL", "LDSM
 WIDENED = (("LDG.E.128", "STG.E.128"), ("LDL", "STL"))
 PLAIN: tuple[tuple[str, ...], tuple[str, ...]] = ((), ("LDL", "STL"))
 CASES: dict[str, tuple[Any, tuple[tuple[str, ...], tuple[str, ...]]]] = {
-    "groups gate_up": (lambda: group("_group_gate_up", True), TMA),
-    "groups down": (lambda: group("_group_down", True), TMA),
-    "halves gate_up": (lambda: group("_group_gate_up", True, True), TMA),
-    "halves down": (lambda: group("_group_down", True, True), TMA),
-    "halves gate_up gathered": (lambda: group("_group_gate_up", True, True, True), TMA),
-    "groups gate_up by pointers": (lambda: group("_group_gate_up", False), TILED),
-    "groups down by pointers": (lambda: group("_group_down", False), TILED),
+    "spans gate_up": (lambda: span("span_gate_up", "SPANS"), SPANNED),
+    "flat spans gate_up": (lambda: span("span_gate_up", "LARGE_SPANS"), SPANNED),
+    "spans down": (lambda: span("span_down", "SPANS"), TMA),
+    "flat spans down": (lambda: span("span_down", "LARGE_SPANS"), TMA),
+    "few spans gate_up": (lambda: span("span_gate_up", "FEW_SPANS"), SPANNED),
+    "few spans down": (lambda: span("span_down", "FEW_SPANS"), TMA),
+    "groups gate_up": (lambda: group("_group_gate_up"), TILED),
+    "groups down": (lambda: group("_group_down"), TILED),
     "tiles gate_up": (lambda: tile("_tile_gate_up", 0), TILED),
     "tiles down": (lambda: tile("_tile_down", 0), TILED),
     "tiles gate_up widest": (lambda: tile("_tile_gate_up", 0, True), TILED),
@@ -192,6 +179,7 @@ CASES: dict[str, tuple[Any, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "widen int4": (lambda: widen(2), WIDENED),
     "widen int8": (lambda: widen(1), WIDENED),
     "find pairs": (lambda: sort("_find_pairs"), PLAIN),
+    "sort few": (lambda: sort("_sort_few"), PLAIN),
     "count pairs": (lambda: sort("_count_pairs"), PLAIN),
     "place experts": (lambda: sort("_place_experts"), PLAIN),
     "place pairs": (lambda: sort("_place_pairs"), PLAIN),
@@ -220,9 +208,10 @@ def kernel_of(name: str) -> Any:
         arrange,
         expert_groups,
         expert_int4,
+        expert_spans,
         expert_tiles,
         int4_rows,
     )
 
-    modules = (expert_groups, expert_int4, expert_tiles, int4_rows, arrange)
+    modules = (expert_groups, expert_int4, expert_spans, expert_tiles, int4_rows, arrange)
     return next(vars(module)[name] for module in modules if name in vars(module))

@@ -21,17 +21,16 @@ HIDDEN, INNER, EXPERTS, TOP_K, ROWS = 96, 64, 5, 3, 7
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3}
 ROADS = ("tiles", "groups")
 CASES = [f"{road}/{kind}/float32" for road in ROADS for kind in ("fp32", "int8", "int4")]
-CASES += [f"{road}/int4/float16" for road in (*ROADS, "gluon 1", "gluon 2")]
-# tensor descriptors over slots with a gap behind each; the same with halves of tiles
-CASES += ["descriptors/fp32/float32", "halves/fp32/float32", "half descriptors/fp32/float32"]
-# rows that are not copied in order
-CASES += ["gathered/fp32/float32", "gathered descriptors/fp32/float32"]
+CASES += [f"{road}/int4/float16" for road in ("tiles", "gluon 1", "gluon 2")]
+# tensor descriptors over slots with a gap behind each, and over widened experts
+CASES += [f"spans{road}/fp32/float32" for road in ("", " flip", " flat", " balanced")]
+CASES += ["spans/int4/float16", "spans without slots/fp32/float32"]
 # the interpreter is slow: `make test` runs the others
 MORE = [f"{road}/int4/float32" for road in ROADS] + ["tiles/int4/float16", "groups/int8/float32"]
-MORE += [f"{road}/fp32/float32" for road in ("half descriptors", "gathered", "half split")]
+MORE += ["spans without slots/fp32/float32"]
 TWINS = [case for case in CASES if case not in MORE]
 # sorted with the same scratch one after the other
-SORTS = ["sort/order", "sort/again", "sort/halves", "sort/none"]
+SORTS = ["sort/order", "sort/again", "sort/balanced", "sort/few", "sort/none"]
 CASES = [*TWINS, *SORTS]
 
 
@@ -57,7 +56,7 @@ def test_sort(errors: dict[str, float], case: str) -> None:
 
 
 # what cases replace in the module that chooses kernels
-REPLACED = ("choose_sizes", "_block", "Int4Sizes", "int4_gate_up", "int4_down")
+REPLACED = ("choose_sizes", "_block", "_FEW_SORTED", "Int4Sizes", "int4_gate_up", "int4_down")
 
 
 def random_pool(kind: str, generator: Any) -> tuple[Any, int]:
@@ -111,37 +110,32 @@ def experts_error(name: str, generator: Any) -> float:
     hidden = torch.randn((ROWS, HIDDEN), generator=generator).to(dtype)
     want = hidden.float() + experts_torch(x, routed.ids, routed.weights, pool)
     tiles = many.TileSizes(4, many.TileSize(32, 64, 1, 4), many.TileSize(64, 32, 1, 4))
-    size = many.GroupSize(64, 64, 1, 4, False)
-    gathers = road.startswith("gathered")
-    halves = road.startswith("hal") or gathers
-    groups = many.GroupSizes(4, size, size, halves, gathers)
-    sizes: Any = tiles if road == "tiles" else groups
+    size = many.GroupSize(64, 64, 1, 4)
+    sizes: Any = tiles if road == "tiles" else many.GroupSizes(4, size, size)
     if road.startswith("gluon"):
         span = int(road[-1])
         size = many.Int4Size(64, 4, span)
         sizes = use_interpreted_int4(many, dtype)(8, size, size)
+    if road.startswith("spans"):
+        ways = {way: way in road for way in ("flip", "flat", "balanced")}
+        sizes = many.SpanSizes(4, 2, size, size, **ways)
     many.choose_sizes = lambda *_: sizes
     # another layer of the model has larger experts
     largest = replace(pool.record, intermediate=2 * INNER)
     scratch = many.ExpertScratch.empty(ROWS, TOP_K, EXPERTS, largest, dtype, "cpu")
     scratch.values.fill_(float("nan"))
     scratch.acts.fill_(float("nan"))
-    if road.endswith("descriptors"):
+    if road.startswith("spans") and kind == "fp32" and "without" not in road:
         many.sort_pairs(routed, EXPERTS, sizes, scratch)
-        many.copy_rows(x, TOP_K, scratch)
-        if gathers:
-            scratch.values.fill_(float("nan"))
-        many.grouped_gate_up(pool, slot, scratch, sizes, unsorted=x if gathers else None)
-        many.grouped_down(pool, slot, scratch, sizes)
+        many.span_products(x, pool, slot, scratch, sizes)
         many.combine(scratch.values, routed, EXPERTS, hidden, scratch.pair_rows)
-    else:
-        gain = torch.randn(HIDDEN, generator=generator).to(dtype)
-        norm = many.RowNorm(gain, 1e-6, torch.empty_like(hidden))
-        many.run_experts_many(x, routed, pool, hidden, scratch, norm=norm)
-        wide = hidden.float()
-        normed = wide * (wide.square().mean(1, keepdim=True) + 1e-6).rsqrt() * gain.float()
-        return max(relative(hidden, want), relative(norm.out, normed))
-    return relative(hidden, want)
+        return relative(hidden, want)
+    gain = torch.randn(HIDDEN, generator=generator).to(dtype)
+    norm = many.RowNorm(gain, 1e-6, torch.empty_like(hidden))
+    many.run_experts_many(x, routed, pool, hidden, scratch, norm=norm)
+    wide = hidden.float()
+    normed = wide * (wide.square().mean(1, keepdim=True) + 1e-6).rsqrt() * gain.float()
+    return max(relative(hidden, want), relative(norm.out, normed))
 
 
 def use_interpreted_int4(many: Any, dtype: Any) -> Any:
@@ -162,9 +156,10 @@ def sort_errors(generator: Any) -> dict[str, float]:
     from coterie.kernels.triton.expert_gemv import RoutedRows
 
     many: Any = expert_groups
-    rows, tile = 45, 8
+    rows, tile, tail = 45, 6, 2
     many._block = lambda _: 16
-    sizes = many.GroupSizes(tile, many.FP32_GROUPS.down, many.FP32_GROUPS.down)
+    size = many.FP32_GROUPS.down
+    sizes = many.SpanSizes(tile, tail, size, size, flat=True)
     many.choose_sizes = lambda *_: sizes
     record = DeviceRecord("fp32", 32, 32)
     scratch = many.ExpertScratch.empty(rows, TOP_K, EXPERTS, record, torch.float32, "cpu")
@@ -174,22 +169,32 @@ def sort_errors(generator: Any) -> dict[str, float]:
         last = 0 if name == "sort/none" else EXPERTS
         ids = routed.ids.view(-1)
         ids.copy_(torch.randint(-1, last, ids.shape, generator=generator))
-        part = tile // 2 if name == "sort/halves" else tile
-        many.sort_pairs(routed, EXPERTS, replace(sizes, halves=part < tile), scratch)
-        wrong, row, count = 0, 0, 0
+        many._FEW_SORTED = 1 << 20 if name == "sort/few" else 0
+        balanced = name in ("sort/balanced", "sort/few")
+        if balanced:
+            # a long tile, and a short one
+            for expert, kept in ((0, tile - 1), (2, tile + 1)):
+                ids[(ids == expert).nonzero().flatten()[kept:]] = -1
+        many.sort_pairs(routed, EXPERTS, replace(sizes, balanced=balanced), scratch)
+        wrong, row = 0, 0
+        lists: list[list[list[int]]] = [[], []]
         for expert in range(EXPERTS):
             own = (ids == expert).nonzero().flatten()
+            end = row + len(own)
             wrong += scratch.spans[expert].tolist() != [row, len(own)]
-            wrong += scratch.row_pairs[row : row + len(own)].tolist() != own.tolist()
-            wrong += scratch.pair_rows[own].tolist() != list(range(row, row + len(own)))
-            tiles = -(-len(own) // tile)
-            wrong += scratch.tile_experts[count : count + tiles].tolist() != [expert] * tiles
-            firsts = list(range(row, row + tiles * tile, tile))
-            wrong += scratch.tile_rows[count : count + tiles].tolist() != firsts
-            row += -(-len(own) // part) * part
-            count += tiles
-        wrong += int(scratch.tile_count) != count
-        wrong += int(scratch.tile_rows[count]) != row
+            wrong += scratch.row_pairs[row:end].tolist() != own.tolist()
+            wrong += scratch.pair_rows[own].tolist() != list(range(row, end))
+            for tiles, step in zip(lists, (tile + tail, tile), strict=True):
+                tiles += [[expert, at, min(at + step, end)] for at in range(row, end, step)]
+            row = end
+        if balanced:
+            counts = torch.bincount(ids[ids >= 0], minlength=EXPERTS).tolist()
+            lists[0].sort(
+                key=lambda one: (counts[one[0]] <= tile + tail) + (counts[one[0]] <= tile)
+            )
+        for number, tiles in enumerate(lists):
+            wrong += int(scratch.tile_counts[number]) != len(tiles)
+            wrong += scratch.tiles[number, : len(tiles)].tolist() != tiles
         wrong += int((scratch.pair_rows[(ids < 0).nonzero().flatten()] != -1).sum())
         wrong += int(scratch.totals.abs().sum())
         found[name] = float(wrong)

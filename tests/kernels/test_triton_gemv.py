@@ -201,7 +201,9 @@ def attention_error(name: str, draw: Any, counters: list[Any], generator: Any) -
     norm = name.endswith("norm")
     shape = DecoderShape(heads, kv_heads, dim, 64, 64, 1e-6, dim**-0.5)
     contexts = [1, 140]
-    batch, blocks = random_batch([1] * 2, contexts, 16, generator)
+    # tiles are whole blocks, or not
+    size = 24 if dim == 24 else 16
+    batch, blocks = random_batch([1] * 2, contexts, size, generator)
     unused: Any = None
     layer = DecoderLayer(
         input_norm=unused, qkv=unused, o=unused, qkv_bias=None,
@@ -210,7 +212,7 @@ def attention_error(name: str, draw: Any, counters: list[Any], generator: Any) -
     angles = torch.arange(512)[:, None] * 10_000 ** (-torch.arange(dim // 2) / (dim // 2))
     cos, sin = angles.cos(), angles.sin()
     qkv = draw(2, shape.q_size + 2 * shape.kv_size, std=1.0)
-    kv = draw(2, blocks, kv_heads, 16, dim, std=1.0)
+    kv = draw(2, blocks, kv_heads, size, dim, std=1.0)
     want_kv = kv.clone()
     q, k, v = reference.project(shape, layer, qkv)
     turn = cos[batch.positions], sin[batch.positions]
@@ -252,7 +254,14 @@ def heads_error(name: str, draw: Any, generator: Any) -> float:
     q, k = reference.rotary(q, *turn), reference.rotary(k, *turn)
     reference.write_kv(k, v, want_kv, batch.slots)
     got, rows = place_all_heads(shape, layer, qkv, (angles.cos(), angles.sin()), kv, batch)
-    pairs = ((got, q), (rows, torch.stack((k, v))), (kv, want_kv))
+    pairs = [(got, q), (rows, torch.stack((k, v))), (kv, want_kv)]
+    if norm:
+        # only in the cache
+        turns, empty = (angles.cos(), angles.sin()), torch.zeros_like(kv)
+        got, rows = place_all_heads(shape, layer, qkv, turns, empty, batch, keep=False)
+        assert rows.numel() == 0
+        reference.write_kv(k, v, want := torch.zeros_like(kv), batch.slots)
+        pairs += [(got, q), (empty, want)]
     return max(relative(one, other) for one, other in pairs)
 
 

@@ -36,6 +36,7 @@ STEPS: dict[str, list[tuple[int, ...]]] = {
 }
 CASES = [f"{model}/{steps}" for model in MODELS for steps in STEPS]
 CASES += ["plain/mixed by torch", "plain/one in order", "whole prompt"]
+CASES += ["plain/mixed in pieces"]
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +154,30 @@ def steps_error(models: Any, steps: list[tuple[int, ...]]) -> float:
     return max(worst, *(relative(a, b) for a, b in zip(ours.kv, theirs.kv, strict=True)))
 
 
+def pieces_error(models: Any) -> float:
+    """Steps of up to 3 and 4 rows as captured pieces of 4 and 6; none has fewer than 3."""
+    from coterie.models.build import piece_graph
+    from coterie.models.build.cuda_graph import DecodeGraphs
+
+    model, decoder, pool = models
+    graphs = DecodeGraphs(lambda *_: None, 64, torch.device("cpu"))  # type: ignore[arg-type, return-value]
+    runs: list[int] = []
+
+    def run(ids: Any, batch: Any, kv: Any, rows: Any, given: Any) -> Any:
+        found = pieces.forward(ids, batch, kv, rows, given)
+        assert found is not None
+        runs.append(len(ids))
+        return found
+
+    with patch.object(piece_graph, "ROWS", (4, 6)):
+        pieces = piece_graph.PieceGraphs(decoder, graphs, model.spec, "bf16")
+        pieces.prepare(6, pool)
+        inside = SimpleNamespace(run=run)
+        worst = steps_error((model, inside, pool), [(2, 1), (3, 1), (4, 1), (1, 1)])
+    assert runs == [3, 4, 5, 2] and graphs.memory.count == 2 * (model.spec.num_layers + 1)
+    return worst
+
+
 def whole_prompt_error(decoder: Any) -> float:
     """Keys and values of full width give the same as latents."""
     from torch.nn.attention import SDPBackend
@@ -182,6 +207,8 @@ def error_of(case: str, models: Any) -> float:
     if case == "whole prompt":
         return whole_prompt_error(models[1])
     steps, _, how = case.partition("/")[2].partition(" ")
+    if how == "in pieces":
+        return pieces_error(models)
     if how == "by torch":
         with patch.object(device_latent, "FUSED_ROWS", 0):
             return steps_error(models, STEPS[steps])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 from coterie.kernels.batch import AttentionBatch
 from coterie.models.arch import llama
 from coterie.models.build.cuda_graph import DecodeGraphs
-from coterie.models.build.mixed_graph import ROWS, SEQUENCES, MixedGraphs
+from coterie.models.build.graph_memory import GraphMemory, estimate_graph_bytes
+from coterie.models.build.mixed_graph import ROWS, SEQUENCES, MixedGraphs, mixed_sizes
 from tests.helpers.models.toy_model import (
     VOCAB,
     ToyModel,
@@ -130,3 +132,52 @@ def test_padding_must_cost_nothing() -> None:
         found = [mixed.forward(ids, batch, kv, rows) for _ in range(2)]
         assert found[0] is None and (found[1] is not None) is captured
     assert calls
+
+
+def test_all_mixes_are_captured_before_the_first_request() -> None:
+    """For the steps that a lane can have; what was captured runs at its first use."""
+    model = MixedToy()
+    lane = make_lane(num_blocks=512, max_sequences=40, max_step_tokens=600)
+    kv = model.new_kv(512, lane.block_size)
+    done = list(model.mixed.prepare(kv, lane, "bf16"))
+    rows, rooms, contexts = (768, 512, 384), (256, 32), (4096, 2048)
+    keys = [
+        (size, room, context // lane.block_size, lane.block_size)
+        for size in rows
+        for room in rooms
+        for context in contexts
+    ]
+    captured = model.mixed._captured[kv[0]]
+    assert list(captured) == keys and all(captured.values())
+    assert done[0] == (0, 12) and done[-1] == (12, 12)
+    # logits of the same number of sequences share their memory
+    assert len({mix.logits.data_ptr() for mix in captured.values()}) == len(rooms)
+    graphs = model.mixed._graphs
+    assert graphs.memory.count == 12
+    list(model.mixed.prepare(kv, lane, "bf16"))
+    assert graphs.memory.count == 12
+    assert list(model.mixed.prepare(kv, lane, "fp32")) == [(0, 0)]
+
+
+def test_mixes_leave_room_for_other_graphs() -> None:
+    model = MixedToy()
+    lane = make_lane(num_blocks=512, max_sequences=40, max_step_tokens=600)
+    kv = model.new_kv(512, lane.block_size)
+    memory = model.mixed._graphs.memory = GraphMemory(torch.device("cpu"), 40 << 20)
+    list(model.mixed.prepare(kv, lane, "bf16"))
+    assert 0 < memory.count < 12 and memory.used <= 30 << 20
+
+
+def test_what_is_reserved_for_mixes() -> None:
+    small = replace(SPEC, vocab=49_152)
+    mixes = mixed_sizes(small, "bf16", 300 << 20, 8192, 64)
+    assert [mix.rows for mix in mixes[::2]] == list(reversed(ROWS))
+    assert {mix.sequences for mix in mixes} == set(SEQUENCES)
+    # a model whose large steps take long
+    assert max(mix.rows for mix in mixed_sizes(small, "bf16", 2 << 30, 8192, 64)) == 1536
+    assert mixed_sizes(small, "bf16", 3 << 30, 8192, 64) == []
+    without, with_mixes = (
+        estimate_graph_bytes(small, "bf16", (1, 2), 2048, 1, given) for given in ([], mixes)
+    )
+    # launches of 40 graphs, and logits of two numbers of sequences
+    assert with_mixes - without > (40 * 4 << 20) + sum(SEQUENCES) * 49_152 * 4

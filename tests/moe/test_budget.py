@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from coterie.core.errors import ConfigError
 from coterie.core.moe import MoeSettings
-from coterie.moe.runtime.budget import ExpertSizes, TierNeeds, TierSlots, size_tiers
+from coterie.moe.runtime.budget import (
+    ExpertSizes,
+    TierNeeds,
+    TierSlots,
+    graph_room,
+    size_tiers,
+)
 
 SLOT = 1_000_000
 SIZES = ExpertSizes(total=64, slot_bytes=SLOT, expert_bytes=60 * SLOT)
@@ -48,6 +55,28 @@ def test_host_slots(budget: str, host: int) -> None:
 
 def test_nothing_is_kept_twice_when_the_device_holds_all() -> None:
     assert slots(cache_capacity=64) == TierSlots(64, 0)
+
+
+@pytest.mark.parametrize(
+    ("free", "budget", "room"),
+    [
+        (100 * SLOT, "", 4 * SLOT),
+        (85 * SLOT, "", 0),  # 80% of it hold all experts and the KV, but not the graphs too
+        (100 * SLOT, "69MB", 4 * SLOT),
+        (100 * SLOT, "68MB", 0),
+        (100 * SLOT, "100%", 4 * SLOT),
+        (100 * SLOT, "50%", 0),
+    ],
+)
+def test_graphs_are_reserved_for_where_all_experts_fit_beside_them(
+    free: int, budget: str, room: int
+) -> None:
+    settings = MoeSettings(strategy="persistent", device_budget=budget)
+    needs = replace(NEEDS, free_device_bytes=free, one_memory=False)
+    assert graph_room(settings, SIZES, needs, 4 * SLOT) == room
+    assert graph_room(settings, SIZES, replace(needs, one_memory=True), 4 * SLOT) == 0
+    taken = size_tiers(settings, SIZES, replace(needs, graph_bytes=room))
+    assert taken.device == (32 if budget == "50%" else 64)
 
 
 def test_ram_is_shared_where_the_device_is_ram() -> None:

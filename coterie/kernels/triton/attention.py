@@ -11,7 +11,7 @@ module only where triton is installed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,20 +22,40 @@ from coterie.kernels.batch import AttentionBatch
 
 # The number of programs for a decode step: two for each multiprocessor of a large device.
 _PROGRAMS, _MAX_SPLITS = 264, 64
+# sequences that a program of `prompt_tiles` looks at together
+_SEARCHED = 512
+
+
+class PromptSize(NamedTuple):
+    """Rows of a program (queries times the heads that share a KV head), positions of a tile, warps
+    and stages."""
+
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+
+
+# 16-bit types; heads of up to 128 elements, and wider ones. Measured on an H200 with 64 prompts of
+# 128 tokens, 16 heads of 128, us: rows / tile / warps / stages 64/32/4/3 48, 64/64/4/2 60,
+# 128/64/8/3 67
+_PROMPTS, _WIDE_PROMPTS = PromptSize(64, 32, 4, 3), PromptSize(64, 32, 4, 2)
+# exact fp32 products are unrolled into single multiply-adds: large tiles would not compile
+_FULL_PROMPTS = PromptSize(16, 32, 4, 2)
 
 
 @triton.jit
 def sequence_of(query_starts, tile, num_sequences, QUERIES: tl.constexpr):
-    """Sequence s owns the tiles from query_starts[s] // QUERIES + s on; find tile's owner."""
-    left = 0
-    right = num_sequences
-    while left < right:
-        middle = (left + right) // 2
-        if tl.load(query_starts + middle) // QUERIES + middle <= tile:
-            left = middle + 1
-        else:
-            right = middle
-    return left - 1
+    """Sequence s owns the tiles from query_starts[s] // QUERIES + s on; find tile's owner: many
+    sequences with one load, as each load that waits for another one takes longer than all this."""
+    EACH: tl.constexpr = 256
+    found = 0
+    for first in range(0, num_sequences, EACH):
+        index = first + tl.arange(0, EACH)
+        starts = tl.load(query_starts + index, mask=index < num_sequences, other=2147483647)
+        begun = (starts // QUERIES <= tile - index) & (index < num_sequences)
+        found += tl.sum(begun.to(tl.int32), 0)
+    return found - 1
 
 
 @triton.jit
@@ -64,15 +84,21 @@ def _mix(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, DIM), tl.float32)
+    place = low + tl.arange(0, TILE)
+    block = tl.load(table + place // BLOCK_SIZE, mask=place < high, other=0)
     for start in range(low, high, TILE):
         position = start + tl.arange(0, TILE)
         inside = position < high
-        block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        token = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
+        # blocks come one tile ahead: else the compiler would not request several tiles at once
+        place = position + TILE
+        behind = tl.load(table + place // BLOCK_SIZE, mask=place < high, other=0)
+        token = (
+            (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
+        ) * HEAD_DIM
         live = inside[:, None] & in_head[None, :]
-        place = kv + token[:, None] + dim[None, :]
-        keys = tl.load(place, mask=live, other=0).to(queries.dtype)
-        values = tl.load(place + half_stride, mask=live, other=0).to(queries.dtype)
+        cell = kv + token[:, None] + dim[None, :]
+        keys = tl.load(cell, mask=live, other=0).to(queries.dtype)
+        values = tl.load(cell + half_stride, mask=live, other=0).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
         seen = inside[None, :] & (position[None, :] <= last_seen[:, None])
         scores = tl.where(seen, scores, float("-inf"))
@@ -84,12 +110,43 @@ def _mix(
         total = total * shrink + tl.sum(weights, 1)
         mixed = mixed * shrink[:, None]
         mixed += tl.dot(weights.to(queries.dtype), values, input_precision=PRECISION)
-        top = new_top
+        top, block = new_top, behind
     return top, total, mixed
 
 
+@triton.jit(do_not_specialize=["num_sequences"])
+def _prompt_tiles(
+    query_starts, context_lens, tiles, num_sequences, QUERIES: tl.constexpr, EACH: tl.constexpr
+):
+    """One program per tile: its sequence, first row, number of queries, and the position of the
+    first; tiles behind the last have no queries."""
+    tile = tl.program_id(0)
+    sequence, before, tiles_before = 0, 0, 0
+    for first in range(0, num_sequences, EACH):
+        index = first + tl.arange(0, EACH)
+        inside = index < num_sequences
+        start = tl.load(query_starts + index, mask=inside, other=0)
+        count = tl.load(query_starts + index + 1, mask=inside, other=0) - start
+        count = tl.cdiv(count, QUERIES)
+        last = tiles_before + tl.cumsum(count, 0)
+        passed = inside & (last <= tile)
+        sequence += tl.sum(passed.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(passed, last, 0), 0))
+        tiles_before += tl.sum(count, 0)
+    live = sequence < num_sequences
+    begin = tl.load(query_starts + sequence, mask=live, other=0)
+    count = tl.load(query_starts + sequence + 1, mask=live, other=0) - begin
+    first = (tile - before) * QUERIES
+    position = tl.load(context_lens + sequence, mask=live, other=0) - count + first
+    target = tiles + tile * 4
+    tl.store(target, sequence)
+    tl.store(target + 1, begin + first)
+    tl.store(target + 2, tl.where(live, tl.minimum(QUERIES, count - first), 0))
+    tl.store(target + 3, position)
+
+
 # counts change from step to step: specialising on them would compile while serving
-@triton.jit(do_not_specialize=["num_sequences", "table_stride"])
+@triton.jit(do_not_specialize=["table_stride"])
 def _attend(
     out,
     partial,
@@ -99,8 +156,8 @@ def _attend(
     query_starts,
     context_lens,
     block_tables,
+    tiles,
     scale,
-    num_sequences,
     table_stride,
     half_stride,
     HEADS: tl.constexpr,
@@ -115,20 +172,25 @@ def _attend(
     DECODE: tl.constexpr,
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence = tile if DECODE else sequence_of(query_starts, tile, num_sequences, QUERIES)
-    begin = tl.load(query_starts + sequence)
-    count = tl.load(query_starts + sequence + 1) - begin
-    first = 0 if DECODE else (tile - begin // QUERIES - sequence) * QUERIES
-    if first >= count:
+    # the first row, the number of queries, and the position of the first one
+    if DECODE:
+        sequence = tile
+        begin = tl.load(query_starts + sequence)
+        count = tl.load(query_starts + sequence + 1) - begin
+        before = tl.load(context_lens + sequence) - count
+    else:
+        sequence = tl.load(tiles + tile * 4)
+        begin = tl.load(tiles + tile * 4 + 1)
+        count = tl.load(tiles + tile * 4 + 2)
+        before = tl.load(tiles + tile * 4 + 3)
+    if count <= 0:
         return
-    # position of this tile's first query, and past its last one
-    before = tl.load(context_lens + sequence) - count + first
-    visible = before + tl.minimum(QUERIES, count - first)
+    visible = before + count
 
     row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
     query = row // GROUP
-    live = (row < QUERIES * GROUP) & (first + query < count)
-    place = (begin + first + query).to(tl.int64) * HEADS + kv_head * GROUP + row % GROUP
+    live = (row < QUERIES * GROUP) & (query < count)
+    place = (begin + query).to(tl.int64) * HEADS + kv_head * GROUP + row % GROUP
     cell, inside = place[:, None] * HEAD_DIM + dim[None, :], live[:, None] & (dim < HEAD_DIM)
     queries = tl.load(q + cell, mask=inside, other=0)
     share = tl.cdiv(tl.cdiv(visible, TILE), SPLITS) * TILE
@@ -174,19 +236,49 @@ def _combine(
     tl.store(out + place * HEAD_DIM + dim, mixed.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
-def paged_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    """Causal attention of q [T, heads, head_dim] over paged K and V (contiguous); sums in fp32."""
+def _prompt_size(dtype: torch.dtype, head_dim: int) -> PromptSize:
+    if dtype == torch.float32:
+        return _FULL_PROMPTS
+    return _PROMPTS if head_dim <= 128 else _WIDE_PROMPTS
+
+
+def _queries(size: PromptSize, group: int) -> int:
+    return max(1, size.rows // (1 << (group - 1).bit_length()))
+
+
+def prompt_tiles(
+    batch: AttentionBatch, rows: int, group: int, head_dim: int, dtype: torch.dtype
+) -> Tensor:
+    """What the programs of `paged_attention` do for the batch's first rows, int32 [tiles, 4]: the
+    same in all layers of a step. `group`: query heads of a KV head."""
+    sequences = len(batch.context_lens)
+    queries = _queries(_prompt_size(dtype, head_dim), group)
+    count = rows // queries + sequences
+    tiles = torch.empty((count, 4), dtype=torch.int32, device=batch.positions.device)
+    _prompt_tiles[(count,)](
+        batch.query_starts, batch.context_lens, tiles, sequences, QUERIES=queries, EACH=_SEARCHED
+    )
+    return tiles
+
+
+def paged_attention(
+    q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: float, tiles: Tensor | None = None
+) -> Tensor:
+    """Causal attention of q [T, heads, head_dim] over paged K and V (contiguous); sums in fp32.
+    `tiles`: from `prompt_tiles`, which runs here if they are not given."""
     rows, heads, head_dim = q.shape
     sequences, kv_heads = len(batch.context_lens), kv_layer.shape[2]
     group = heads // kv_heads
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
     decode = rows == sequences
-    # exact fp32 products are unrolled into single multiply-adds: large tiles would not compile
-    full = q.dtype == torch.float32
-    tile = 64 if head_dim <= 128 and not full else 32
-    queries = 1 if decode else max(1, (16 if full else 64) // triton.next_power_of_2(group))
+    size = _prompt_size(q.dtype, head_dim)
+    if decode:
+        size, tiles = PromptSize(1, min(size.tile, 64), 4, 2), batch.query_starts
+    elif tiles is None:
+        tiles = prompt_tiles(batch, rows, group, head_dim, q.dtype)
+    queries = _queries(size, group)
     positions = batch.block_tables.shape[1] * batch.block_size
-    splits = _splits(sequences * kv_heads, positions, tile) if decode else 1
+    splits = _splits(sequences * kv_heads, positions, size.tile) if decode else 1
     shape: dict[str, Any] = {
         "HEAD_DIM": head_dim,
         "DIM": max(16, triton.next_power_of_2(head_dim)),
@@ -196,8 +288,7 @@ def paged_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: f
     if splits > 1:
         partial = torch.empty((rows, heads, splits, head_dim), device=q.device)
         stats = torch.empty((rows, heads, splits, 2), device=q.device)
-    grid = (rows if decode else rows // queries + sequences, kv_heads, splits)
-    _attend[grid](
+    _attend[(rows if decode else len(tiles), kv_heads, splits)](
         out,
         partial,
         stats,
@@ -206,8 +297,8 @@ def paged_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: f
         batch.query_starts,
         batch.context_lens,
         batch.block_tables,
+        tiles,
         scale,
-        sequences,
         batch.block_tables.stride(0),
         kv_layer.stride(0),
         HEADS=heads,
@@ -215,10 +306,10 @@ def paged_attention(q: Tensor, kv_layer: Tensor, batch: AttentionBatch, scale: f
         BLOCK_SIZE=batch.block_size,
         QUERIES=queries,
         ROWS=max(16, triton.next_power_of_2(queries * group)),
-        TILE=tile,
+        TILE=size.tile,
         DECODE=decode,
-        num_warps=4,
-        num_stages=2,
+        num_warps=size.warps,
+        num_stages=size.stages,
         **shape,
     )
     if splits > 1:

@@ -3,7 +3,8 @@ token's keys and values into the cache, attention split over the context, and th
 
 Computes the same as `place_heads` and `paged_attention`. A program has one split of one KV head of
 one sequence; the last of a KV head to end combines them. The first tile of the cache holds only
-earlier tokens: it is requested before the wait (PDL: see `gemv`).
+earlier tokens: it is requested before the wait (PDL: see `gemv`). Of many rows each program has a
+whole context: `whole_attention`.
 """
 
 # Jitted functions are compiled by Triton: their arguments have no Python types.
@@ -21,6 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from coterie.kernels.triton.patches import RANKS, SITE, request_columns, site_of
+from coterie.kernels.triton.whole_attention import LOG2_E, whole_attention
 
 if TYPE_CHECKING:
     from coterie.kernels.batch import AttentionBatch, PatchRows
@@ -164,52 +166,40 @@ def _decode_attention(
         added = tl.where(in_head, value, 0).to(dtype).to(tl.float32)
         mixed = mixed * shrink[:, None] + weight[:, None] * added[None, :]
         top = new_top
-    if (SPLITS == 1) & (RANKS == 0):
-        # nothing to join
-        target = out + (sequence * HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
-        result = (mixed / total[:, None]).to(out.dtype.element_ty)
-        tl.store(target, result, mask=(row < PER_HEAD)[:, None] & in_head[None, :])
-    else:
-        place = (sequence * HEADS + head) * SPLITS + split
-        own = row < PER_HEAD
-        tl.store(stats + place * 2, top, mask=own)
-        tl.store(stats + place * 2 + 1, total, mask=own)
-        cell = own[:, None] & in_head[None, :]
-        tl.store(partial + place[:, None] * HEAD_DIM + dim[None, :], mixed, mask=cell)
-        tl.debug_barrier()
-        before = tl.atomic_add(counts + sequence * KV_HEADS + kv_head, 1, sem="acq_rel")
-        if before == SPLITS - 1:
-            tl.store(counts + sequence * KV_HEADS + kv_head, 0)
-            each, member = tl.arange(0, SPLITS), tl.arange(0, GROUP)
-            used = member < PER_HEAD
-            cells = (sequence * HEADS + kv_head * PER_HEAD + member)[:, None] * SPLITS + each[
-                None, :
-            ]
-            tops = tl.load(stats + cells * 2, mask=used[:, None], other=0, cache_modifier=".cg")
-            totals = tl.load(
-                stats + cells * 2 + 1, mask=used[:, None], other=1, cache_modifier=".cg"
-            )
-            parts = tl.load(
-                partial + cells[:, :, None] * HEAD_DIM + dim[None, None, :],
-                mask=used[:, None, None] & in_head[None, None, :],
-                other=0,
-                cache_modifier=".cg",
-            )
-            shares = tl.exp2(tops - tl.max(tops, 1)[:, None])
-            shares = shares / tl.sum(totals * shares, 1)[:, None]
-            result = tl.sum(parts * shares[:, :, None], 1)
-            if RANKS > 0:
-                made = (
-                    down.to(tl.float32) * result.to(out.dtype.element_ty).to(tl.float32)[:, None, :]
-                )
-                made_at = pieces + (sequence * KV_HEADS + kv_head) * RANKS + tl.arange(0, RANKS)
-                tl.store(made_at, tl.sum(tl.sum(made, 2), 0))
-            row_of = (sequence * HEADS + kv_head * PER_HEAD + member)[:, None] * HEAD_DIM
-            tl.store(
-                out + row_of + dim[None, :],
-                result.to(out.dtype.element_ty),
-                mask=used[:, None] & in_head[None, :],
-            )
+    place = (sequence * HEADS + head) * SPLITS + split
+    own = row < PER_HEAD
+    tl.store(stats + place * 2, top, mask=own)
+    tl.store(stats + place * 2 + 1, total, mask=own)
+    cell = own[:, None] & in_head[None, :]
+    tl.store(partial + place[:, None] * HEAD_DIM + dim[None, :], mixed, mask=cell)
+    tl.debug_barrier()
+    before = tl.atomic_add(counts + sequence * KV_HEADS + kv_head, 1, sem="acq_rel")
+    if before == SPLITS - 1:
+        tl.store(counts + sequence * KV_HEADS + kv_head, 0)
+        each, member = tl.arange(0, SPLITS), tl.arange(0, GROUP)
+        used = member < PER_HEAD
+        cells = (sequence * HEADS + kv_head * PER_HEAD + member)[:, None] * SPLITS + each[None, :]
+        tops = tl.load(stats + cells * 2, mask=used[:, None], other=0, cache_modifier=".cg")
+        totals = tl.load(stats + cells * 2 + 1, mask=used[:, None], other=1, cache_modifier=".cg")
+        parts = tl.load(
+            partial + cells[:, :, None] * HEAD_DIM + dim[None, None, :],
+            mask=used[:, None, None] & in_head[None, None, :],
+            other=0,
+            cache_modifier=".cg",
+        )
+        shares = tl.exp2(tops - tl.max(tops, 1)[:, None])
+        shares = shares / tl.sum(totals * shares, 1)[:, None]
+        result = tl.sum(parts * shares[:, :, None], 1)
+        if RANKS > 0:
+            made = down.to(tl.float32) * result.to(out.dtype.element_ty).to(tl.float32)[:, None, :]
+            made_at = pieces + (sequence * KV_HEADS + kv_head) * RANKS + tl.arange(0, RANKS)
+            tl.store(made_at, tl.sum(tl.sum(made, 2), 0))
+        row_of = (sequence * HEADS + kv_head * PER_HEAD + member)[:, None] * HEAD_DIM
+        tl.store(
+            out + row_of + dim[None, :],
+            result.to(out.dtype.element_ty),
+            mask=used[:, None] & in_head[None, :],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +240,6 @@ class AttentionPatch(NamedTuple):
     pieces: Tensor
 
 
-LOG2_E = 1.4426950408889634
-
-
 def decode_attention(
     shape: DecoderShape, layer: DecoderLayer, qkv: Tensor, turn: tuple[Tensor, Tensor],
     kv_layer: Tensor, batch: AttentionBatch, scratch: AttentionScratch, splits: int, out: Tensor,
@@ -261,10 +248,10 @@ def decode_attention(
     """out [T, heads * head_dim] for T sequences with one row each; qkv has its bias already. Norms
     over all heads at once are not supported. The results of padded rows mean nothing."""
     per_head = shape.num_heads // shape.num_kv_heads
+    if splits == 1 and patch is None:
+        whole_attention(shape, layer, qkv, turn, kv_layer, batch, out, dependent)
+        return
     unused: Any = qkv
-    # many rows, each with its whole context: more programs fit beside each other
-    whole = splits == 1 and patch is None
-    small = whole or shape.head_dim <= 64
     _decode_attention[(splits, shape.num_kv_heads, len(qkv))](
         qkv, unused if layer.q_norm is None else layer.q_norm,
         unused if layer.k_norm is None else layer.k_norm, *turn, kv_layer, batch.positions,
@@ -277,9 +264,9 @@ def decode_attention(
         HALF=max(16, triton.next_power_of_2(shape.head_dim // 2)),
         DIM=max(16, triton.next_power_of_2(shape.head_dim)),
         ROWS=max(16, triton.next_power_of_2(per_head)), GROUP=triton.next_power_of_2(per_head),
-        BLOCK_SIZE=batch.block_size, SPLITS=splits, TILE=32 if whole else 64,
+        BLOCK_SIZE=batch.block_size, SPLITS=splits, TILE=64,
         NORM=layer.q_norm is not None,
         RANKS=0 if patch is None else RANKS, PDL=dependent,
         **({"launch_pdl": True} if dependent else {}),
-        num_warps=4 if small else 8, num_stages=2,
+        num_warps=4 if shape.head_dim <= 64 else 8, num_stages=2,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from coterie.kernels.reference import layers as reference
 from coterie.kernels.triton.attention import sequence_of
-from coterie.kernels.triton.decode_attention import LOG2_E
+from coterie.kernels.triton.whole_attention import LOG2_E
 
 if TYPE_CHECKING:
     from coterie.kernels.batch import AttentionBatch

@@ -39,10 +39,10 @@ def _place_all_heads(
     qkv, q_norm, k_norm, cos, sin, positions, slots, q, rows, kv,
     eps, half_stride, part_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-    COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """One program per row: norm and rotation of all its heads. Queries go to q [T, heads, dim],
-    keys and values to rows [2, T, kv_heads, dim] and to the row's slot in the cache."""
+    keys and values to the row's slot in the cache and, with KEEP, to rows [2, T, kv_heads, dim]."""
     row = tl.program_id(0).to(tl.int64)
     head, half = tl.arange(0, COUNT), tl.arange(0, HALF)
     inside = half < HEAD_DIM // 2
@@ -79,10 +79,11 @@ def _place_all_heads(
     part = (head - HEADS) // KV_HEADS
     kv_head = (head - HEADS) % KV_HEADS
     own = mask & (head >= HEADS)[:, None]
-    own_row = part * part_stride + (row * KV_HEADS + kv_head) * HEAD_DIM
-    target = rows + own_row[:, None] + half[None, :]
-    tl.store(target, low_half, mask=own)
-    tl.store(target + HEAD_DIM // 2, high_half, mask=own)
+    if KEEP:
+        own_row = part * part_stride + (row * KV_HEADS + kv_head) * HEAD_DIM
+        target = rows + own_row[:, None] + half[None, :]
+        tl.store(target, low_half, mask=own)
+        tl.store(target + HEAD_DIM // 2, high_half, mask=own)
     slot = tl.load(slots + row)
     token = ((slot // BLOCK_SIZE) * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
     target = kv + (part * half_stride + token * HEAD_DIM)[:, None] + half[None, :]
@@ -94,15 +95,16 @@ def _place_all_heads(
 
 def place_all_heads(
     shape: DecoderShape, layer: DecoderLayer, qkv: Tensor, turn: tuple[Tensor, Tensor],
-    kv_layer: Tensor, batch: AttentionBatch, room: int = 0,
+    kv_layer: Tensor, batch: AttentionBatch, room: int = 0, keep: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Queries [T, heads, dim], and keys and values of the rows [2, T, kv_heads, dim], which are in
-    the cache too; with `room` so many rows of zeros behind them. qkv has its bias already; norms
-    over all heads at once are not supported."""
+    the cache too; with `room` so many rows of zeros behind them. Without `keep` keys and values are
+    only in the cache. qkv has its bias already; norms over all heads at once are not supported."""
     count, heads, dim = len(qkv), shape.num_heads, shape.head_dim
     total, kv_heads = count + room, shape.num_kv_heads
     q = torch.empty((total, heads, dim), dtype=qkv.dtype, device=qkv.device)
-    rows = torch.empty((2, total, kv_heads, dim), dtype=qkv.dtype, device=qkv.device)
+    kept = (2, total if keep else 0, kv_heads, dim)
+    rows = torch.empty(kept, dtype=qkv.dtype, device=qkv.device)
     if room:
         q[count:].zero_()
         rows[:, count:].zero_()
@@ -113,7 +115,7 @@ def place_all_heads(
         q, rows, kv_layer, shape.eps, kv_layer.stride(0), rows.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, HALF=triton.next_power_of_2(dim // 2),
         COUNT=triton.next_power_of_2(heads + 2 * kv_heads),
-        BLOCK_SIZE=batch.block_size, NORM=layer.q_norm is not None, num_warps=4,
+        BLOCK_SIZE=batch.block_size, NORM=layer.q_norm is not None, KEEP=keep, num_warps=4,
     )  # fmt: skip
     return q, rows
 
@@ -304,16 +306,17 @@ def prompt_attention(
     batch: AttentionBatch,
     paged: tuple[int, AttentionBatch] | None,
     scale: float,
+    tiles: Tensor | None = None,
 ) -> Tensor:
-    """[T, heads * dim]; `paged`: from `paged_rows`."""
+    """[T, heads * dim]; `paged`: from `paged_rows`; `tiles`: from `prompt_tiles` for its batch."""
     count = len(batch.positions)
     if paged is not None and paged[0] == count:
-        out = paged_attention(q[:count], kv_layer, paged[1], scale).view(count, -1)
+        out = paged_attention(q[:count], kv_layer, paged[1], scale, tiles).view(count, -1)
     else:
         out = torch.empty((count, q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         if paged is not None:
             some = paged[0]
-            out[:some] = paged_attention(q[:some], kv_layer, paged[1], scale).view(some, -1)
+            out[:some] = paged_attention(q[:some], kv_layer, paged[1], scale, tiles).view(some, -1)
     for first, last in batch.fresh:
         end = last + _padding(last - first)
         parts = (q[first:end], rows[0, first:end], rows[1, first:end])

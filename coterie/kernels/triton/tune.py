@@ -39,6 +39,7 @@ from coterie.kernels.triton.expert_groups import (
     GroupSize,
     GroupSizes,
     ManySizes,
+    SpanSizes,
     choose_sizes,
     many_shape,
     run_experts_many,
@@ -301,9 +302,9 @@ def _open_many(
 
 
 def _many_options(chosen: ManySizes) -> Iterator[TileSize | Int4Size | GroupSize]:
-    if isinstance(chosen, GroupSizes):
-        for block, stages, warps, flat in product((64, 128, 256), (2, 3, 4), (4, 8), (False, True)):
-            yield GroupSize(block, 64, stages, warps, flat)
+    if isinstance(chosen, GroupSizes | SpanSizes):
+        for block, stages, warps in product((64, 128, 256), (2, 3, 4), (4, 8)):
+            yield GroupSize(block, 64, stages, warps)
     elif isinstance(chosen, Int4Sizes):
         for rows, warps, span in product((64, 128), (4, 8), (1, 2, 3)):
             if rows >= 16 * warps:

@@ -109,8 +109,9 @@ class DecodeGraphs:
         self._compute, self._max_positions, self._device = compute, max_positions, device
         # by a lane's first cache, and deleted with it: a graph has the addresses of all its caches
         self._captured = WeakIdKeyDictionary()
-        # made by torch; graphs that never run at the same time share their memory
-        self._pool: Any = None
+        # Graphs that never run at the same time share their memory, which torch frees with the last
+        # of them: one is kept here.
+        self._last: torch.cuda.CUDAGraph | None = None
         # False once a captured step did not read its rows' adapters: this model's kernels support
         # only segments
         self.adapts = True
@@ -165,7 +166,9 @@ class DecodeGraphs:
         size = next(size for size in SIZES if size >= rows)
         return self._find(size, kv, block_size, kind, context)
 
-    def record(self, work: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+    def record(
+        self, work: Callable[[], Outputs], warm_ups: int = 2
+    ) -> tuple[Callable[[], None], Outputs]:
         """`work` as a graph of its own, and its outputs, whose addresses stay. It must not ask the
         device. Without CUDA the same without a graph."""
         if self._device.type != "cuda":
@@ -177,19 +180,45 @@ class DecodeGraphs:
                         kept.copy_(new)
 
             return again, output
-        # compile kernels and make library handles before the capture
+        self.warm_up(work, warm_ups)
+        graph = torch.cuda.CUDAGraph()
+        pool = None if self._last is None else self._last.pool()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            output = work()
+        self._last = graph
+        return graph.replay, output
+
+    def record_all(self, works: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
+        """Each of `works` as a graph, of work that runs in this order and leaves what it makes at
+        addresses of its own. All run once before."""
+        if self._device.type != "cuda":
+            return list(works)
+        self.warm_up(lambda: [work() for work in works], 1)
+        replays = []
+        # torch.cuda.graph would wait for the device and free its caches before each
+        with torch.cuda.stream(_side_stream(self._device)):
+            for work in works:
+                graph = torch.cuda.CUDAGraph()
+                pool = None if self._last is None else self._last.pool()
+                graph.capture_begin(pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+                self._last = graph
+                replays.append(graph.replay)
+        return replays
+
+    def warm_up(self, work: Callable[[], object], times: int) -> None:
+        """Compile kernels and make library handles before a capture."""
+        if self._device.type != "cuda" or not times:
+            return
         side = _side_stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            work()
-            work()
+            for _ in range(times):
+                work()
         torch.cuda.current_stream(self._device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        pool = self._pool if _any_captured(self._captured) else None
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            output = work()
-        self._pool = graph.pool()
-        return graph.replay, output
 
     def _width(self, block_size: int) -> int:
         """Positions that a block table covers, in whole blocks."""

@@ -5,7 +5,8 @@ and residual; norm, gate and up; down and residual), six with experts (norm, gat
 and up of the chosen experts; their down, sum and residual), each started before the last has ended.
 A shared expert is cut into experts of the routed ones' width, where that is possible, and else two
 more products. Several rows: torch's products, and between them a norm with the residual, attention,
-and the kernels of experts. Decoding rows with adapters: `row_products`, one row: `patched_gemv`.
+and the kernels of experts. Few decoding rows of dense models, and those with adapters:
+`row_products`; one row with adapters: `patched_gemv`.
 Supports models with plain attention (`device_latent`: with latent attention); other models, and
 adapters with soft tokens or a changed head, take the road of `assemble`. Import this module only
 where triton is installed.
@@ -27,6 +28,7 @@ from coterie.kernels.batch import stack_record
 from coterie.kernels.linear import Linear, ReferenceLinear
 from coterie.kernels.triton import decode_attention as attention
 from coterie.kernels.triton import expert_gemv, gemv, patched_gemv
+from coterie.kernels.triton.attention import prompt_tiles
 from coterie.kernels.triton.decoder import patch_rows_of, silu_rows
 from coterie.kernels.triton.expert_tiles import RowNorm
 from coterie.kernels.triton.layers import add_norm, silu_mul
@@ -62,6 +64,7 @@ from coterie.models.build.device_moe import (
     with_shared,
 )
 from coterie.models.build.layers import GatedMlp
+from coterie.models.build.piece_graph import Attend, PieceBuffers
 
 if TYPE_CHECKING:
     from coterie.kernels.batch import AttentionBatch, PatchRows
@@ -81,7 +84,10 @@ FEW_ROWS = 8
 ADAPTED_ROWS = 64
 # the same without adapters, of dense models. Measured on an H200, us of a step: 32 rows of SmolLM2
 # 754 instead of 915, of Qwen3-0.6B 1,348 instead of 1,614; 64 rows 1,742 instead of 1,724
-OWN_ROWS = 0
+OWN_ROWS = 32
+# from so many rows on, attention's product adds to the residual itself. Measured on an H200, us
+# with the norm behind it: 8,192 rows of 4096 x 2048 189 instead of 203, 2,048 rows 51 instead of 52
+ADDED_ROWS = 4096
 # columns of silu(gate) * up of a program, in steps with prompts
 SILU_CHUNK = 128
 
@@ -98,6 +104,8 @@ class DeviceDecoder:
     ) -> None:
         self._shape, self._layers, self._turn, self._norm = shape, layers, turn, norm
         self._embed = ends.embedding
+        # in front of each layer, and the last
+        self._norms = [*(layer.input_norm for layer in layers), norm]
         self._moe = {layer.index: (row, layer) for row, layer in enumerate(moe_layers)}
         self._qkv = [device_matrix(layer.qkv) for layer in layers]
         self._o = [device_matrix(layer.o) for layer in layers]
@@ -197,7 +205,7 @@ class DeviceDecoder:
             normed = self._run_segments(x, batch, kv, pool, routed, patches, rest)
         else:
             normed = self._run_rows(x, batch, kv, pool, routed)
-        return _wide_logits(normed[rows], self._head_product), routed
+        return self.logits(normed[rows]), routed
 
     def _run_rows(
         self,
@@ -208,31 +216,97 @@ class DeviceDecoder:
         routed: Tensor | None,
     ) -> Tensor:
         """All rows behind the last norm. Each layer ends with the norm of the next."""
-        shape = self._shape
         attend = self._attention(hidden, batch)
         experts = _scratch_of(pool, routed, hidden)
-        heads, inner = self._parts
-        norms = [*(layer.input_norm for layer in self._layers), self._norm]
-        normed = add_norm(hidden, None, norms[0], shape.eps)
+        normed = add_norm(hidden, None, self._norms[0], self._shape.eps)
         for index, layer in enumerate(self._layers):
-            qkv = patched.linear(layer.qkv, normed, index, heads, batch.patches)
+            qkv = patched.linear(layer.qkv, normed, index, self._parts[0], batch.patches)
             if layer.qkv_bias is not None:
                 qkv = qkv + layer.qkv_bias
-            mixed, out = attend(layer, qkv, kv[index]), (("o", shape.hidden),)
-            delta = patched.linear(layer.o, mixed, index, out, batch.patches)
-            if layer.gate_up is not None and layer.down is not None:
-                assert layer.post_norm is not None
-                normed = add_norm(hidden, delta, layer.post_norm, shape.eps)
-                gate_up = patched.linear(layer.gate_up, normed, index, inner, batch.patches)
-                acts, out = silu_mul(gate_up), (("down", shape.hidden),)
-                delta = patched.linear(layer.down, acts, index, out, batch.patches)
-                normed = add_norm(hidden, delta, norms[index + 1], shape.eps)
-                continue
-            assert pool is not None and routed is not None
-            normed = add_norm(hidden, delta, self._moe_norm(index), shape.eps)
-            norm = RowNorm(norms[index + 1], shape.eps, normed)
-            self._experts_of_rows(normed, hidden, index, pool, routed, experts, norm)
+            mixed = attend(layer, qkv, kv[index])
+            normed = self._behind_attention(
+                index, hidden, mixed, batch.patches, pool, routed, experts
+            )
         return normed
+
+    def _behind_attention(
+        self,
+        index: int,
+        hidden: Tensor,
+        mixed: Tensor,
+        patches: tuple[Segment, ...],
+        pool: ResidentPool | None,
+        routed: Tensor | None,
+        experts: ExpertScratch | None,
+    ) -> Tensor:
+        """Adds the rest of a layer to hidden. Returns the norm of the next one, or the last."""
+        shape, layer, norms = self._shape, self._layers[index], self._norms
+        inner = self._parts[1]
+        delta = self._add_o(hidden, mixed, index, patches)
+        if layer.gate_up is not None and layer.down is not None:
+            assert layer.post_norm is not None
+            normed = add_norm(hidden, delta, layer.post_norm, shape.eps)
+            gate_up = patched.linear(layer.gate_up, normed, index, inner, patches)
+            acts, out = silu_mul(gate_up), (("down", shape.hidden),)
+            delta = patched.linear(layer.down, acts, index, out, patches)
+            return add_norm(hidden, delta, norms[index + 1], shape.eps)
+        assert pool is not None and routed is not None
+        normed = add_norm(hidden, delta, self._moe_norm(index), shape.eps)
+        norm = RowNorm(norms[index + 1], shape.eps, normed)
+        self._experts_of_rows(normed, hidden, index, pool, routed, experts, norm)
+        return normed
+
+    def new_buffers(self, rows: int) -> PieceBuffers:
+        """Of steps that run in pieces, see `piece_graph`."""
+        width, first, device = self._shape.hidden, self._layers[0], self._norm.device
+        layers = [layer for _, layer in self._moe.values()]
+        like = self._embed(torch.zeros(1, dtype=torch.int64, device=device))
+        parts = width, first.qkv.out_features, first.o.in_features, width
+        hidden, qkv, mixed, normed = (like.new_zeros((rows, columns)) for columns in parts)
+        return PieceBuffers(hidden, qkv, mixed, normed, new_choices(layers, rows, device))
+
+    def run_piece(self, index: int, buffers: PieceBuffers, pool: ResidentPool) -> None:
+        """What lies between the attention of layer `index` - 1 and of layer `index`."""
+        hidden, routed = buffers.hidden, buffers.routed
+        if index == 0:
+            normed = add_norm(hidden, None, self._norms[0], self._shape.eps)
+        else:
+            # freed behind every piece: all share its memory
+            experts = new_scratch(routed[0], pool, hidden)
+            normed = self._behind_attention(
+                index - 1, hidden, buffers.mixed, (), pool, routed, experts
+            )
+        if index == len(self._layers):
+            buffers.normed.copy_(normed)
+            return
+        layer = self._layers[index]
+        if isinstance(layer.qkv, ReferenceLinear) and layer.qkv_bias is None:
+            torch.mm(normed, layer.qkv.weight.T, out=buffers.qkv)
+            return
+        buffers.qkv.copy_(layer.qkv(normed))
+        if layer.qkv_bias is not None:
+            buffers.qkv.add_(layer.qkv_bias)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self._embed(token_ids)
+
+    def attend(self, hidden: Tensor, batch: AttentionBatch) -> Attend:
+        run = self._attention(hidden, batch)
+        return lambda layer, qkv, cache: run(self._layers[layer], qkv, cache)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        return _wide_logits(normed, self._head_product)
+
+    def _add_o(
+        self, hidden: Tensor, mixed: Tensor, index: int, patches: tuple[Segment, ...]
+    ) -> Tensor | None:
+        """hidden += a layer's product of attention; or that product, for the norm to add it."""
+        product = self._layers[index].o
+        many = len(hidden) >= ADDED_ROWS and not patches
+        if many and isinstance(product, ReferenceLinear) and product.weight.dtype == hidden.dtype:
+            torch.addmm(hidden, mixed, product.weight.T, out=hidden)
+            return None
+        return patched.linear(product, mixed, index, (("o", self._shape.hidden),), patches)
 
     def _moe_norm(self, index: int) -> Tensor:
         norm = self._moe[index][1].norm
@@ -363,11 +437,15 @@ class DeviceDecoder:
 
             return decode
         own = shaped(batch, shape, hidden.dtype)
-        paged, room = paged_rows(own), rows_behind(own)
+        paged, room, keep = paged_rows(own), rows_behind(own), bool(own.fresh)
+        tiles = None
+        if paged is not None and paged[0] > len(paged[1].context_lens):
+            group = shape.num_heads // shape.num_kv_heads
+            tiles = prompt_tiles(paged[1], paged[0], group, shape.head_dim, hidden.dtype)
 
         def prefill(layer: DecoderLayer, qkv: Tensor, cache: Tensor) -> Tensor:
-            q, rows = place_all_heads(shape, layer, qkv, turn, cache, own, room)
-            return prompt_attention(q, rows, cache, own, paged, shape.attention_scale)
+            q, rows = place_all_heads(shape, layer, qkv, turn, cache, own, room, keep)
+            return prompt_attention(q, rows, cache, own, paged, shape.attention_scale, tiles)
 
         return prefill
 

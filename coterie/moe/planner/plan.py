@@ -77,7 +77,8 @@ class MemoryDivision:
     def kv_room(self, experts: TierSlots, slot_bytes: int) -> int:
         """Bytes on the device that experts leave for KV."""
         text = self.settings.device_budget
-        taken = 0 if experts.shared else experts.device * slot_bytes
+        taken = self.needs.graph_bytes
+        taken += 0 if experts.shared else experts.device * slot_bytes
         if text and not text.endswith("%") and not self.settings.cache_capacity:
             return max(0, parse_bytes(text, "device_budget") - taken)
         if self.needs.one_memory:

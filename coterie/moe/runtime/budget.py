@@ -5,7 +5,7 @@ A device budget in bytes includes the KV of one full context; shares and counts 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,12 @@ class TierNeeds:
     kv_bytes: int = 0
     # the device tier is in RAM too (no accelerator)
     one_memory: bool = True
+    # of captured graphs, reserved before experts
+    graph_bytes: int = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.kv_bytes + self.graph_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ def size_tiers(settings: MoeSettings, sizes: ExpertSizes, needs: TierNeeds) -> T
     needed."""
     device = min(_device_slots(settings, sizes, needs), sizes.total)
     if needs.device and device == 0:
-        least = needs.kv_bytes + sizes.slot_bytes
+        least = needs.reserved_bytes + sizes.slot_bytes
         raise ConfigError(
             f"device_budget {settings.device_budget or 'auto'} holds no expert: one context's KV "
             f"and one expert take {least:,} bytes",
@@ -69,6 +75,21 @@ def size_tiers(settings: MoeSettings, sizes: ExpertSizes, needs: TierNeeds) -> T
             param="host_budget",
         )
     return in_one_memory(device, host, sizes.total) if needs.one_memory else TierSlots(device, host)
+
+
+def graph_room(
+    settings: MoeSettings, sizes: ExpertSizes, needs: TierNeeds, graph_bytes: int
+) -> int:
+    """What captured graphs take from the device's budget: nothing where not all experts fit beside
+    them, as steps are captured only when all of them are on the device."""
+    if not graph_bytes or needs.one_memory:
+        return 0
+    whole = replace(needs, device=True, host=False, graph_bytes=graph_bytes)
+    try:
+        slots = size_tiers(settings, sizes, whole)
+    except ConfigError:
+        return 0
+    return graph_bytes if slots.device >= sizes.total else 0
 
 
 def in_one_memory(device: int, host: int, total: int) -> TierSlots:
@@ -86,12 +107,12 @@ def _device_slots(settings: MoeSettings, sizes: ExpertSizes, needs: TierNeeds) -
     if text.endswith("%"):
         return share(text, sizes.total, "device_budget")
     if text:
-        free = parse_bytes(text, "device_budget") - needs.kv_bytes
+        free = parse_bytes(text, "device_budget") - needs.reserved_bytes
         return max(0, free) // sizes.slot_bytes
     free = needs.free_device_bytes
     if needs.one_memory:
         free //= 2
-    return max(0, int(free * AUTO_SHARE) - needs.kv_bytes) // sizes.slot_bytes
+    return max(0, int(free * AUTO_SHARE) - needs.reserved_bytes) // sizes.slot_bytes
 
 
 def _host_slots(settings: MoeSettings, sizes: ExpertSizes, needs: TierNeeds, device: int) -> int:
