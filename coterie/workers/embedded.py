@@ -1,12 +1,12 @@
 """`from coterie import LLM`: an engine inside a Python program.
 
-There is no server, event loop or other process: the thread that waits for tokens runs the engine's
-steps. Several threads and streams may use one LLM; each step serves all of them.
+There is no server, event loop or other process: a thread runs the engine's steps while others wait
+for tokens. Several threads and streams may use one LLM; each step serves all of them
+(`shared_engine`).
 """
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -22,12 +22,13 @@ from coterie.core.errors import ConfigError, InvalidRequest, from_code
 from coterie.core.events import Delta, Event, Failed, Finished, Timings, TokenLogprob, Usage
 from coterie.core.lane import LaneConfig
 from coterie.core.moe import AUTOMATIC, MoeSettings, MoeUsage
-from coterie.core.plan import AdapterChoice, Assignment, Rejected
+from coterie.core.plan import AdapterChoice, Assignment
 from coterie.core.request import Chat, Limits, Message, Prompt, Sampling, Text, Tokens
 from coterie.core.sampling import check_tokens, resolve_limits, resolve_sampling
 from coterie.weights.sources.source import resolve
 from coterie.workers.adapter_names import AdapterNames, Named
 from coterie.workers.contract import WorkerSpec
+from coterie.workers.shared_engine import RequestEntry, SharedEngine
 
 LANE = "embedded"
 _SAMPLING = frozenset(item.name for item in fields(Sampling))
@@ -107,8 +108,7 @@ class LLM:
         host = build_engine(spec)
         self._host = host
         self._engine, self.tokenizer, self.info = host.engine, host.tokenizer, host.info
-        self._lock = threading.Lock()
-        self._inboxes: dict[str, list[Event]] = {}
+        self._shared = SharedEngine(host.engine)
 
     def generate(
         self, prompts: PromptLike | Sequence[PromptLike], **options: Any
@@ -117,13 +117,14 @@ class LLM:
         # make all assignments first: an invalid prompt is refused before anything runs
         call = self._call_options(options)
         assignments = [self._assignment(item, call) for item in _listed(prompts)]
-        streams = [self._run(assignment) for assignment in assignments]
-        for stream in streams:
-            next(stream)
-        return [
-            collect(assignment, stream)
-            for assignment, stream in zip(assignments, streams, strict=True)
-        ]
+        entries = [self._shared.enter(assignment) for assignment in assignments]
+        try:
+            for entry in entries:
+                self._shared.admit(entry)
+            return [self._collect(entry) for entry in entries]
+        finally:
+            for assignment in assignments:
+                self._shared.remove(assignment.request_id)
 
     def chat(
         self,
@@ -134,9 +135,12 @@ class LLM:
     ) -> Completion:
         """Answer a conversation: `[{"role": "user", "content": "..."}]`."""
         assignment = self._assignment(_chat(messages, template_kwargs), self._call_options(options))
-        stream = self._run(assignment)
-        next(stream)
-        return collect(assignment, stream)
+        entry = self._shared.enter(assignment)
+        try:
+            self._shared.admit(entry)
+            return self._collect(entry)
+        finally:
+            self._shared.remove(assignment.request_id)
 
     def stream(
         self, prompt: PromptLike | Sequence[Mapping[str, str]], **options: Any
@@ -156,16 +160,17 @@ class LLM:
         if stack and pool is None:
             raise ConfigError("there is no room for adapters", param="adapters.device_bytes")
         if stack and pool is not None:
-            with self._lock:
-                pool.pool.want(stack)
+            self._shared.call(lambda: pool.pool.want(stack))
 
     def close(self) -> None:
         """Abort running requests, save the heatmap of a MoE model and free its memory."""
-        with self._lock:
-            for request_id in list(self._inboxes):
-                self._engine.abort(request_id)
+
+        def end() -> None:
+            self._shared.abort_all()
             self._host.close()
             self.adapters.close()
+
+        self._shared.call(end)
 
     def graph_stats(self) -> dict[str, float]:
         """How many steps are captured, and their memory; empty where none are."""
@@ -173,8 +178,7 @@ class LLM:
 
     def moe_report(self) -> dict[str, Any] | None:
         """State of the MoE expert tiers and their counters since start; None for a dense model."""
-        with self._lock:
-            return self._host.moe_report()
+        return self._shared.call(self._host.moe_report)
 
     @contextmanager
     def traced(self, path: Path) -> Iterator[None]:
@@ -186,8 +190,7 @@ class LLM:
             )
         experts.record()
         yield
-        with self._lock:
-            experts.save_trace(path)
+        self._shared.call(lambda: experts.save_trace(path))
 
     def __enter__(self) -> LLM:
         return self
@@ -227,45 +230,20 @@ class LLM:
             arrived_at=now,
         )
 
+    def _collect(self, entry: RequestEntry) -> Completion:
+        self._shared.wait(entry.inbox)
+        return collect(entry.assignment, self._shared.events(entry.inbox))
+
     def _run(self, assignment: Assignment) -> Events:
         """Yields None when the request is queued, then its events."""
-        request_id = assignment.request_id
-        inbox = self._inboxes.setdefault(request_id, [])
-        ended = False
+        shared = self._shared
         try:
-            self._add(assignment)
+            entry = shared.enter(assignment)
+            shared.admit(entry)
             yield None
-            while not ended:
-                with self._lock:
-                    while not inbox:
-                        self._step()
-                    events = list(inbox)
-                    inbox.clear()
-                for event in events:
-                    ended = isinstance(event, (Finished, Failed))
-                    yield event
+            yield from shared.events(entry.inbox)
         finally:
-            with self._lock:
-                if not ended:
-                    self._engine.abort(request_id)
-                del self._inboxes[request_id]
-
-    def _add(self, assignment: Assignment) -> None:
-        """Queue the request. While the queue is full, run steps for the other requests."""
-        while True:
-            with self._lock:
-                verdict = self._engine.add(assignment)
-                if not isinstance(verdict, Rejected):
-                    return
-                if verdict.retry_after_s is None or not self._engine.has_work():
-                    raise from_code(verdict.code, verdict.reason)
-                self._step()
-
-    def _step(self) -> None:
-        for event in self._engine.step():
-            inbox = self._inboxes.get(event.request_id)
-            if inbox is not None:
-                inbox.append(event)
+            shared.remove(assignment.request_id)
 
 
 def _refuse_arguments(unknown: Mapping[str, Any]) -> None:

@@ -71,7 +71,7 @@ def test_a_closed_stream_frees_its_blocks(llm: LLM) -> None:
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert llm._engine.lane_states()[0].free_tokens == free
-    assert not llm._inboxes
+    assert not llm._shared.inboxes
 
 
 def test_streams_interleave_and_threads_share(llm: LLM) -> None:
