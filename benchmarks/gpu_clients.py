@@ -18,7 +18,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from benchmarks.gpu_runs import STEP_TOKENS, Sizes, percentiles
+from benchmarks.gpu_runs import STEP_TOKENS, WARM, Sizes, percentiles
 from benchmarks.random_models import RandomCheckpoint, make_prompts, write_tokenizer
 from coterie.core.adapters import AdapterSettings
 
@@ -84,6 +84,29 @@ def write_model(path: Path, config: dict[str, Any], device: str) -> None:
     write_tokenizer(path, config["vocab_size"])
 
 
+def ask_in_threads(ask: Callable[[int], list[float]], count: int, streams: int) -> list[Answered]:
+    """Requests 0 to `count` by so many threads; `ask` returns when the tokens of one came."""
+    found: list[Answered] = []
+    problems: list[Exception] = []
+
+    def client(number: int) -> None:
+        try:
+            for at in range(number, count, streams):
+                sent = time.perf_counter()
+                found.append((sent, ask(at)))
+        except Exception as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=client, args=(n,)) for n in range(streams)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+    return found
+
+
 class LlmFront:
     vocab = 0
 
@@ -119,6 +142,7 @@ class LlmFront:
                 max_sequences=streams,
                 max_step_tokens=STEP_TOKENS,
                 adapters=AdapterSettings(device_bytes=0),
+                capture_graphs="start",
             )
             return front
         finally:
@@ -147,33 +171,16 @@ class LlmFront:
     def ask_all(
         self, prompts: Sequence[Sequence[int]], outputs: Sequence[int], streams: int
     ) -> list[Answered]:
-        """In one thread, which reads the streams in turn: a step answers all of them. Threads of
-        their own would wait for the one that runs steps."""
-        waiting = iter(range(len(prompts)))
-        found: list[Answered] = []
+        """A thread for each client."""
 
-        def send() -> tuple[Any, Answered] | None:
-            at = next(waiting, None)
-            if at is None:
-                return None
+        def ask(at: int) -> list[float]:
             limits = {"max_tokens": outputs[at], "ignore_eos": True, "seed": at}
-            sent: Answered = (time.perf_counter(), [])
-            return self._llm.stream(list(prompts[at]), **SAMPLING, **limits), sent
+            times: list[float] = []
+            for delta in self._llm.stream(list(prompts[at]), **SAMPLING, **limits):
+                times += [time.perf_counter()] * len(delta.token_ids)
+            return times
 
-        running = [client for client in (send() for _ in range(streams)) if client is not None]
-        while running:
-            going = []
-            for stream, (sent, times) in running:
-                delta = next(stream, None)
-                if delta is not None:
-                    times += [time.perf_counter()] * len(delta.token_ids)
-                    going.append((stream, (sent, times)))
-                    continue
-                found.append((sent, times))
-                if (following := send()) is not None:
-                    going.append(following)
-            running = going
-        return found
+        return ask_in_threads(ask, len(prompts), streams)
 
     def close(self) -> None:
         self._llm.close()
@@ -214,25 +221,9 @@ class HttpFront:
     def ask_all(
         self, prompts: Sequence[Sequence[int]], outputs: Sequence[int], streams: int
     ) -> list[Answered]:
-        found: list[Answered] = []
-        problems: list[Exception] = []
-
-        def client(number: int) -> None:
-            try:
-                for at in range(number, len(prompts), streams):
-                    sent = time.perf_counter()
-                    found.append((sent, self._ask(prompts[at], outputs[at], at)))
-            except Exception as problem:
-                problems.append(problem)
-
-        threads = [threading.Thread(target=client, args=(n,)) for n in range(streams)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if problems:
-            raise problems[0]
-        return found
+        return ask_in_threads(
+            lambda at: self._ask(prompts[at], outputs[at], at), len(prompts), streams
+        )
 
     def _ask(self, ids: Sequence[int], output: int, seed: int) -> list[float]:
         body = {"model": "m", "prompt": list(ids), "max_tokens": output, "stream": True}
@@ -270,10 +261,11 @@ def _free_port() -> int:
 
 
 def client_case(front: Front, sizes: Sizes, streams: int) -> dict[str, Any]:
-    """First-token and inter-token times of `streams` clients, each with one request at a time."""
-    _ask_all(front, sizes, streams, 1, seed=1)
-    begin = time.perf_counter()
+    """First-token and inter-token times of `streams` clients, each with one request at a time. A
+    round of the same kind comes first, in which sizes of steps are captured and planned."""
     each = max(sizes.requests_per_stream, 8 // streams)
+    _ask_all(front, sizes, streams, each, seed=1)
+    begin = time.perf_counter()
     answers = _ask_all(front, sizes, streams, each, seed=2)
     seconds = time.perf_counter() - begin
     first = [times[0] - sent for sent, times in answers]
@@ -283,7 +275,7 @@ def client_case(front: Front, sizes: Sizes, streams: int) -> dict[str, Any]:
         "requests": len(answers),
         **percentiles(first, "first"),
         **percentiles(gaps, "between"),
-        "note": f"through {front.way}",
+        "note": f"through {front.way}, {WARM}",
     }
 
 

@@ -8,9 +8,10 @@ run on the CPU, so that this program itself is tested where there is no device.
 
 greedy: tokens equal to transformers in fp32, for every architecture, with steps captured, captured
 without kernels that start early ("in order"), and eager; alone, in batches, in odd chunks, under
-pressure. launch: the same bits with and without early starts. batch: how many answers change in a
-batch, by precision. sampled: the same for seeded draws. kernels: against their twins. adapters:
-logits against torch, and greedy answers against transformers with merged weights.
+pressure. capture, pieces: the same answers whatever is captured. launch: the same bits with and
+without early starts. batch: how many answers change in a batch, by precision. sampled: the same for
+seeded draws. kernels: against their twins. adapters: logits against torch, and greedy answers
+against transformers with merged weights.
 """
 
 from __future__ import annotations

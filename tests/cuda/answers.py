@@ -110,6 +110,7 @@ def _checks_of(name: str, device: str, prompts: int) -> Iterator[Check]:
     yield Check(name, f"sampled/{name}", call)
     if name in CAPTURED:
         yield Check(name, f"capture/{name}", partial(_captures, device, name))
+        yield Check(name, f"pieces/{name}", partial(_pieces, device, prompts, name))
 
 
 def _in_known_state(run_check: Callable[[], str]) -> str:
@@ -225,6 +226,29 @@ def _captures(device: str, name: str) -> str:
         assert 0 < ended["graph_bytes"] <= ended["graph_reserved_bytes"]
         told.append(f"{mode} {ended['graphs']:.0f} graphs, {ended['graph_bytes'] / 1e6:.0f} MB")
     assert answers[0] == answers[1] == answers[2], "answers differ"
+    return "; ".join(told)
+
+
+def _pieces(device: str, count: int, name: str) -> str:
+    """Prompts beside running streams, captured between two layers' attention and launched kernel by
+    kernel: the same answers in fp32; and how many in bf16."""
+    told = []
+    for dtype in ("fp32", "bf16"):
+        model, prompts = _model(device, name, dtype), _prompts(name, count)
+        pieces, found = model.piece_graphs, []
+        if pieces is None:
+            raise NotHere("steps of this model are not captured in pieces")
+        lane = {"max_step_tokens": 48, "max_sequences": 20, "prefix_cache": False}
+        try:
+            for given in (pieces, None):
+                model.piece_graphs = given
+                found.append(run(model, _checkpoint(name), prompts, waves=2, **lane).tokens)
+        finally:
+            model.piece_graphs = pieces
+        differ = sum(a != b for a, b in zip(*found, strict=True))
+        assert any(pieces._captured.values()), "nothing was captured"
+        assert dtype != "fp32" or not differ, f"{differ} of {count} answers differ"
+        told.append(f"{dtype}: {differ} of {count} answers differ")
     return "; ".join(told)
 
 
