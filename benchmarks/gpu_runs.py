@@ -764,8 +764,10 @@ def line(case: Case, found: Mapping[str, Any]) -> str:
 
 
 ROUTING = ("experts_shared", "experts_distinct")
+# of experts beyond the device
+LINK = ("hit_rate", "link_GB_s", "crossing_GB", "moved_GB", "swaps", "peak_GB")
 # figures that are printed by their names
-REPORTED = ("decode_tok_s", "whole_tok_s", "TFLOP_s", "repeated_tokens", *ROUTING)
+REPORTED = ("decode_tok_s", "whole_tok_s", "TFLOP_s", "repeated_tokens", *ROUTING, *LINK)
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
@@ -804,6 +806,11 @@ def report(cases: Sequence[Case], results: dict[str, Any], device: str, file: Pa
     return int(any("error" in found for found in results.values()))
 
 
+def _selected(cases: Sequence[Case], patterns: Sequence[str]) -> list[str]:
+    names = [case.name for case in cases]
+    return [name for pattern in patterns for name in fnmatch.filter(names, pattern)]
+
+
 def run_benchmark(
     cases: Sequence[Case], make: Callable[[str], Any], options: argparse.Namespace
 ) -> int:
@@ -812,13 +819,14 @@ def run_benchmark(
         for case in cases:
             print(line(case, {}))
         return 0
-    unknown = [name for name in options.case if not fnmatch.filter([c.name for c in cases], name)]
+    unknown = [name for name in options.case if not _selected(cases, [name])]
     if unknown:
         print(f"no such case: {', '.join(unknown)}", file=sys.stderr)
         return 2
     if device == "cuda":
-        # the kernels of the CPU are not used, and their compilation takes time
-        os.environ.setdefault("COTERIE_NATIVE", "0")
+        if not any("-resident-" in name for name in _selected(cases, options.case)):
+            # the kernels of the CPU are not used, and their compilation takes time
+            os.environ.setdefault("COTERIE_NATIVE", "0")
         DeviceWaits.count()
         print(
             f"{torch.cuda.get_device_name()}; reads {read_bandwidth(device) / 1e12:.2f} TB/s, "

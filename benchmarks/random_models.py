@@ -141,8 +141,8 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
 class RandomCheckpoint:
     """A `Checkpoint` without a file. It has no experts: `RandomExperts` makes them."""
 
-    def __init__(self, config: dict[str, Any], device: str) -> None:
-        self.config, self.path = config, Path("random")
+    def __init__(self, config: dict[str, Any], device: str, skewed: bool = False) -> None:
+        self.config, self.path, self._skewed = config, Path("random"), skewed
         self.generation: dict[str, Any] = {}
         self.device, self._shapes = device, tensor_shapes(config)
         self._seeds = {name: seed for seed, name in enumerate(self._shapes)}
@@ -160,7 +160,10 @@ class RandomCheckpoint:
         draw = torch.Generator(self.device).manual_seed(self._seeds[name])
         values = torch.randn(self._shapes[name], generator=draw, device=self.device)
         mean, std = drawn_as(name, self.config)
-        return DenseWeight(values.mul_(std).add_(mean).bfloat16())
+        values.mul_(std).add_(mean)
+        if self._skewed:
+            _skew(name, values, draw)
+        return DenseWeight(values.bfloat16())
 
     def raw(self, name: str) -> NoReturn:
         raise NotImplementedError("a random model has no bytes on disk")
@@ -172,6 +175,22 @@ class RandomCheckpoint:
 
     def fingerprint(self) -> str:
         return "random"
+
+
+# the first channel is the same for all tokens: what gates multiply it with is a bias
+_CONSTANT = 3.0
+
+
+def _skew(name: str, values: Tensor, draw: torch.Generator) -> None:
+    """The bias of the expert of rank r is -log(1 + r); every layer has its own order. The rest of
+    a gate's logits is normal, not Gumbel, and scaled to the same deviation."""
+    if name == "model.embed_tokens.weight":
+        values[:, 0] = _CONSTANT * _EMBEDDING_STD
+    elif name.endswith("mlp.gate.weight"):
+        experts, hidden = values.shape
+        ranks = torch.randperm(experts, generator=draw, device=values.device)
+        values *= math.pi / math.sqrt(6) / (STD * math.sqrt(hidden))
+        values[:, 0] = -torch.log1p(ranks.float()) / _CONSTANT
 
 
 def drawn_as(name: str, config: dict[str, Any]) -> tuple[float, float]:
@@ -322,19 +341,22 @@ def make_model(
     dtype: str = "bf16",
     experts: str = "",
     backend: str | None = None,
+    dispatch: MoeSettings | None = None,
+    skewed: bool = False,
 ) -> CausalLM:
-    """`experts`: their precision, if it is not that of the rest. All of them are resident."""
+    """`experts`: their precision, if it is not that of the rest. All of them are resident, unless
+    `dispatch` says where they are. `skewed`: gates prefer some experts, about as Zipf's law."""
 
     def opened(wanted: MoeRequirements) -> ExpertRuntime:
         geometry = wanted.geometry()
         kind = experts or dtype
         store = RandomExperts(geometry, wanted.hidden, wanted.moe.intermediate, kind)
-        settings = MoeSettings(
+        settings = dispatch or MoeSettings(
             strategy="persistent", cache_capacity=geometry.total, warmup="none", predict="off"
         )
         return open_experts(store, settings, device=wanted.device, kv_bytes=wanted.kv_bytes)
 
-    weights = cast(Checkpoint, RandomCheckpoint(config, device))
+    weights = cast(Checkpoint, RandomCheckpoint(config, device, skewed))
     return load_model(weights, dtype=dtype, device=device, backend=backend, experts=opened)
 
 

@@ -63,6 +63,7 @@ CHECKS: dict[str, tuple[tuple[str, list[Any], str], float]] = {
     "fp32, prefill": (("fp32", KINDS, "prefill"), 1e-4),
     "fp32, a stack beyond the kernels": (("fp32", [*KINDS, SCALED], "beyond"), 1e-4),
     "bf16, captured": (("bf16", KINDS, "captured"), 4e-2),
+    "bf16, captured, bf16 adapters": (("bf16", KINDS[:1] * 3, "captured"), 4e-2),
 }
 
 

@@ -1,5 +1,6 @@
 """Qwen3-30B-A3B's shape on one CUDA device, every expert resident: decode, prefill, latency; and
-DeepSeek-V2-Lite's (latent attention, shared experts) in the cases `mla-*`.
+DeepSeek-V2-Lite's (latent attention, shared experts) in the cases `mla-*`; and the first with only
+some experts on the device in `*-resident-SHARE-*` (`gpu_beyond`).
 
     python3 -m benchmarks.moe.gpu                        # lists the cases
     python3 -m benchmarks.moe.gpu --case bf16-decode-1 --case 'transformers-*' --json FILE
@@ -22,6 +23,7 @@ step. prefix: the second half of a prompt, in a step of its own over the first.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -52,7 +54,15 @@ from benchmarks.gpu_runs import (
     tokenizer_of,
     with_limit,
 )
-from benchmarks.random_models import SHAPES, make_model, make_peer, make_prompts, tiny
+from benchmarks.moe.gpu_beyond import BeyondModel, beyond_cases
+from benchmarks.random_models import (
+    SHAPES,
+    make_model,
+    make_peer,
+    make_prompts,
+    tensor_shapes,
+    tiny,
+)
 from coterie.core.request import Sampling
 from coterie.models.base import CausalLM
 from coterie.moe.runtime.heatmap import Heatmap
@@ -280,22 +290,41 @@ def main() -> int:
     assert __doc__ is not None
     parser = arguments(__doc__)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers instead of 48")
+    parser.add_argument(
+        "--strategy", default="adaptive",
+        help="which experts are in slots, in cases *-resident-*; A,B,... compares them",
+    )  # fmt: skip
+    parser.add_argument("--layers", type=int, default=0, metavar="N", help="the first N layers")
+    parser.add_argument(
+        "--routing", choices=("uniform", "zipf"), default="uniform", help="what gates prefer"
+    )
     options = parser.parse_args()
     sizes = Sizes.of(options)
-    if options.quick:
-        print(f"{QUICK_LAYERS} layers: these are no figures of the whole model")
+    layers = QUICK_LAYERS if options.quick else options.layers
+    if layers:
+        print(f"{layers} layers: these are no figures of the whole model")
 
     def make(name: str) -> Any:
         shape = SHAPES[LATENT_SHAPE if name == LATENT else SHAPE]
         config = tiny(shape) if options.smoke else dict(shape)
-        if options.quick:
-            config["num_hidden_layers"] = min(QUICK_LAYERS, config["num_hidden_layers"])
+        if layers:
+            config["num_hidden_layers"] = min(layers, config["num_hidden_layers"])
         if name == PEER:
             return make_peer(config, sizes.device)
-        dtype, experts = KINDS[name]
-        return make_model(config, sizes.device, dtype=dtype, experts=experts)
+        beyond = BeyondModel.parse(name)
+        dtype, experts = KINDS[name if beyond is None else beyond.kind]
+        dispatch = None
+        if beyond is not None:
+            weights = 2 * sum(map(math.prod, tensor_shapes(config).values()))
+            dispatch = beyond.settings(options.strategy, weights)
+        return make_model(
+            config, sizes.device, dtype=dtype, experts=experts, dispatch=dispatch,
+            skewed=options.routing == "zipf",
+        )  # fmt: skip
 
-    every = cases(sizes, real=not (options.smoke or options.quick))
+    real = not (options.smoke or layers)
+    several = options.strategy.split(",") if "," in options.strategy else []
+    every = [*cases(sizes, real), *beyond_cases(sizes, real, several)]
     return run_benchmark(every, make, options)
 
 

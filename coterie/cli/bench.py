@@ -6,12 +6,13 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coterie.cli.options import add_model, add_moe, count
+from coterie.cli.options import add_experts, add_model, add_moe, count
 from coterie.cli.run import open_llm
+from coterie.cli.specialist import add_specialist, specialists, use_specialist
 from coterie.cli.terminal import facts, nbytes, note, table
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ examples:
   coterie bench
   coterie bench --dtype int8 --concurrency 1,8,32
   coterie bench --json > result.json
+  coterie bench --config coterie.toml --specialist sql      with its experts
 
 limit: what reading every weight once per token allows at the measured memory
 bandwidth (of experts: those that one token passes).
@@ -34,11 +36,13 @@ WARM_TOKENS = 8
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    add_specialist(parser, "every one, each by itself")
     parser.add_argument("--decode", type=count, default=64, metavar="N", help="tokens decoded")
     parser.add_argument("--prefill", type=count, default=512, metavar="N", help="prompt tokens")
     parser.add_argument("--concurrency", type=counts, default=[8], metavar="A,B")
     parser.add_argument("--repeat", type=count, default=3, metavar="N", help="takes the median")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_experts(parser)
     add_moe(parser)
 
 
@@ -47,16 +51,26 @@ def counts(text: str) -> list[int]:
 
 
 def execute(args: argparse.Namespace) -> int:
-    note("loading")
-    with open_llm(args) as llm:
-        note("measuring")
-        report = measure(llm, args)
-    print(json.dumps(report, indent=1) if args.json else render(report))
+    names = specialists(args)
+    reports = {name: _measured(use_specialist(args, name)) for name in names or [""]}
+    if args.json:
+        shown = reports if names else reports[""]
+        print(json.dumps(shown, indent=1))
+        return 0
+    for name, report in reports.items():
+        print(f"{name}\n{render(report)}\n" if name else render(report))
     return 0
 
 
+def _measured(args: argparse.Namespace) -> dict[str, Any]:
+    note("loading")
+    with open_llm(args) as llm:
+        note("measuring")
+        return measure(llm, args)
+
+
 def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
-    bench = BenchRunner(llm, args.repeat)
+    bench = BenchRunner(llm, args.repeat, args.expert or ())
     bench.decode(WARM_TOKENS)
     info = llm.info
     bandwidth = bandwidth_bytes_s(info.threads) if info.device == "cpu" else None
@@ -85,10 +99,11 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
 class BenchRunner:
     """Uses random prompts, so that the prefix cache never has a hit."""
 
-    def __init__(self, llm: LLM, repeat: int) -> None:
+    def __init__(self, llm: LLM, repeat: int, experts: Sequence[str] = ()) -> None:
         self.llm = llm
         self.repeat = repeat
         self.random = random.Random(0)
+        self.experts = list(experts)
 
     def median(self, take: Callable[[], float]) -> float:
         return sorted(take() for _ in range(self.repeat))[self.repeat // 2]
@@ -97,25 +112,25 @@ class BenchRunner:
         return [self.random.randrange(self.llm.tokenizer.vocab_size) for _ in range(tokens)]
 
     def decode(self, tokens: int) -> float:
-        done = self.llm.generate(self.prompt(16), **_greedy(tokens + 1))[0]
+        done = self.llm.generate(self.prompt(16), **self._greedy(tokens + 1))[0]
         return tokens / max(done.timings.decode_s, 1e-9)
 
     def prefill(self, tokens: int) -> float:
         prompt = self.prompt(tokens)
         started = time.perf_counter()
-        self.llm.generate(prompt, **_greedy(1))
+        self.llm.generate(prompt, **self._greedy(1))
         return tokens / (time.perf_counter() - started)
 
     def together(self, streams: int, tokens: int) -> float:
         """Prompts of 128 tokens and their answers, measured as one run."""
         prompts = [self.prompt(128) for _ in range(streams)]
         started = time.perf_counter()
-        self.llm.generate(prompts, **_greedy(tokens))
+        self.llm.generate(prompts, **self._greedy(tokens))
         return streams * tokens / (time.perf_counter() - started)
 
-
-def _greedy(tokens: int) -> dict[str, Any]:
-    return {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+    def _greedy(self, tokens: int) -> dict[str, Any]:
+        fixed = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+        return fixed | {"experts": self.experts}
 
 
 def bandwidth_bytes_s(threads: int) -> float:

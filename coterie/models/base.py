@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from coterie.adapters.base import AdaptableModel
     from coterie.core.lane import LaneConfig
     from coterie.core.moe import MoeSettings, MoeUsage
+    from coterie.moe.runtime.device_pool import DevicePool
     from coterie.weights.checkpoint import Checkpoint
 
 __all__ = ["MODELS", "Architecture", "CausalLM", "ModelSpec", "load_model"]
@@ -158,16 +159,22 @@ class CausalLM:
     ) -> Tensor:
         """fp32 logits [R, V] of the rows in `logits_rows`, valid until the next call; writes the
         keys and values of all T rows."""
+        # copies of experts take longer than launches: nothing is gained by a captured step
+        copied = self._moe.prompt_pool(batch) if self._moe is not None else None
+        if copied is not None:
+            return self.compute(token_ids, batch, kv, logits_rows, copied)[0]
         # graphs support only embeddings: rows of a prompt may be soft tokens, decoded rows are not
         pool = self._moe.pool if self._moe is not None else None
         captured = self._moe is None or pool is not None
         if self.graphs is not None and captured and (batch.phase == "decode" or not _soft(batch)):
             found = self.graphs.forward(token_ids, batch, kv, logits_rows)
-            if found is None and self.prompt_graphs is not None and batch.fresh:
+            # padded rows would choose experts that travel
+            prompts = pool is None or pool.is_whole
+            if found is None and self.prompt_graphs is not None and batch.fresh and prompts:
                 found = self.prompt_graphs.forward(token_ids, batch, kv, logits_rows)
             if found is None and self.mixed_graphs is not None and batch.phase != "decode":
                 found = self.mixed_graphs.forward(token_ids, batch, kv, logits_rows)
-            pieces = self.piece_graphs if batch.phase != "decode" else None
+            pieces = self.piece_graphs if batch.phase != "decode" and prompts else None
             if found is None and pieces is not None and pool is not None:
                 found = pieces.forward(token_ids, batch, kv, logits_rows, pool)
             if found is not None:
@@ -178,11 +185,18 @@ class CausalLM:
         return self.compute(token_ids, batch, kv, logits_rows)[0]
 
     def compute(
-        self, token_ids: Tensor, batch: AttentionBatch, kv: Sequence[Tensor], rows: Tensor
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        kv: Sequence[Tensor],
+        rows: Tensor,
+        pool: DevicePool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """`forward` without captured graphs; and the gates' choices [layers, T, K], of a step whose
-        experts are all on the device."""
-        pool = self._moe.pool if self._moe is not None else None
+        experts the device reads. `pool`: where they are in this step, if not where they usually
+        are."""
+        if pool is None and self._moe is not None:
+            pool = self._moe.pool
         whole = self.device_decoder
         if whole is not None and whole.takes(batch, pool):
             logits, routed = whole.run(token_ids, batch, kv, rows, pool)
@@ -194,7 +208,7 @@ class CausalLM:
         if self._moe is None:
             hidden = self._backbone(hidden, kv, batch, 0, self.spec.num_layers)
         else:
-            hidden, routed = self._moe(hidden, kv, batch)
+            hidden, routed = self._moe(hidden, kv, batch, pool)
         if len(rows) == 0:
             return hidden.new_empty((0, self.spec.vocab), dtype=torch.float32), routed
         normed = self._norm(hidden[rows])
@@ -242,6 +256,8 @@ class CausalLM:
             return
         for done, total in self.graphs.prepare(kv, lane.block_size, lane.max_sequences, adapters):
             progress(done, total)
+        if pool is not None and not pool.is_whole:
+            return
         if self.prompt_graphs is not None:
             self.prompt_graphs.prepare(kv, lane.block_size, lane.max_step_tokens)
         if self.mixed_graphs is not None:
@@ -249,6 +265,12 @@ class CausalLM:
                 progress(done, total)
         if self.piece_graphs is not None and pool is not None:
             self.piece_graphs.prepare(lane.max_step_tokens, pool)
+
+    @property
+    def copies_experts(self) -> bool:
+        """Whether steps with a prompt copy experts to the device."""
+        pool = self._moe.pool if self._moe is not None else None
+        return pool is not None and not pool.is_whole
 
     @property
     def is_captured(self) -> bool:

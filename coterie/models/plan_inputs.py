@@ -48,8 +48,9 @@ if TYPE_CHECKING:
     from coterie.models.spec import ModelSpec
     from coterie.moe.planner.machine import BackboneTimes, Machine
     from coterie.moe.planner.measure import Say
+    from coterie.moe.runtime.device_pool import ResidentExperts
     from coterie.moe.runtime.heatmap import Heatmap
-    from coterie.moe.runtime.resident import ResidentExperts, StepDemands
+    from coterie.moe.runtime.resident import StepDemands
     from coterie.moe.runtime.step import ExpertStep
     from coterie.moe.store.base import ExpertGeometry, ExpertStore
     from coterie.weights.checkpoint import Checkpoint
@@ -203,8 +204,15 @@ class NoExperts:
     def resident(self, phase: str) -> ResidentExperts | None:
         return self.residents.resident if self.residents is not None else None
 
-    def resident_pool(self) -> None:
+    def device_pool(self) -> None:
         """The planner measures the CPU only."""
+
+    def prompt_pool(self, rows: int) -> None:
+        """The same."""
+
+    def launched(self, copies: bool) -> None: ...
+
+    moves_beside_steps = False
 
     def record_device_step(
         self, found: ResidentExperts, demands: StepDemands, s: float

@@ -39,7 +39,7 @@ from coterie.models.build.moe import MoeRequirements, store_of
 from coterie.models.build.piece_graph import piece_sizes
 from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
 from coterie.moe.planner.auto import chooser, known_costs
-from coterie.moe.runtime.budget import TierNeeds, graph_room
+from coterie.moe.runtime.budget import TierNeeds, free_host_bytes, graph_room
 from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
 from coterie.moe.runtime.setup import sizes_of
 from coterie.moe.runtime.trace import Trace
@@ -157,7 +157,8 @@ def _host(
 ) -> EngineHost:
     threads, experts, adapters, graphs = parts
     whole_prompts = experts is not None and experts.walks_groups
-    wanted = tuple(lane.for_device(model.device.type) for lane in spec.lanes)
+    kind, copies = model.device.type, model.copies_experts
+    wanted = tuple(lane.for_device(kind, copies) for lane in spec.lanes)
     model.chunk_tokens = max(lane.max_step_tokens for lane in wanted)
     lanes = plan_lanes(wanted, model, kv_bytes, whole_prompts)
     tokenizer = load_tokenizer(Path(spec.model))
@@ -428,7 +429,8 @@ class MoeHost:
         if not self._graph_bytes:
             return 0
         free, _ = torch.cuda.mem_get_info(device)
-        needs = TierNeeds(True, False, free, 0, self._kv_bytes, one_memory=False)
+        ram = free_host_bytes()
+        needs = TierNeeds(True, False, free, ram, self._kv_bytes, one_memory=False)
         return graph_room(self._settings, sizes_of(store), needs, self._graph_bytes)
 
     def _known(self, geometry: ExpertGeometry, lineage: tuple[str, ...]) -> Heatmap | None:
@@ -470,9 +472,9 @@ class MoeHost:
             strategy=parts.strategy,
             count=geometry.total,
             device_slots=parts.device.num_slots,
-            host_slots=parts.host.num_slots,
+            host_slots=parts.host_slots,
             expert_bytes=store.expert_bytes,
-            held_bytes=parts.device.budget_bytes + parts.host.budget_bytes,
+            held_bytes=parts.device.budget_bytes + parts.host_bytes,
             token_bytes=int(store.expert_bytes * active),
             fallback=parts.fallback,
         )

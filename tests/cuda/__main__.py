@@ -11,7 +11,9 @@ without kernels that start early ("in order"), and eager; alone, in batches, in 
 pressure. capture, pieces: the same answers whatever is captured. launch: the same bits with and
 without early starts. batch: how many answers change in a batch, by precision. sampled: the same for
 seeded draws. kernels: against their twins. adapters: logits against torch, and greedy answers
-against transformers with merged weights.
+against transformers with merged weights. bank: the answers again with a quarter of the experts on
+the device, for every strategy. share: with a part of them computed by the CPU. prompts: the bits of
+prompts there.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-from tests.cuda import adapters, answers, kernels
+from tests.cuda import adapters, answers, bank, kernels, prompts, share
 from tests.cuda.suite import run_here, run_in_processes, summary, wanted
 
 
@@ -39,7 +41,8 @@ def main() -> int:
         # the kernels of the CPU are not used, and their compilation takes time
         os.environ.setdefault("COTERIE_NATIVE", "0")
     checks = [*kernels.checks(device), *answers.checks(device, options.prompts)]
-    checks += adapters.checks(device)
+    checks += [*adapters.checks(device), *bank.checks(device, options.prompts)]
+    checks += [*share.checks(device), *prompts.checks(device)]
     checks = wanted(checks, options.only)
     if options.list:
         print("\n".join(check.name for check in checks))

@@ -99,6 +99,7 @@ def rows(name: str, **sizes: Any) -> tuple[str, dict[str, str], dict[str, Any], 
 
     words = dict.fromkeys(("x", "gain", "acts", "weight", "scales", "pool"), I32)
     types = {**words, "chosen": I64, "norms": "*fp32", "weights": "*fp32", "out": BF16}
+    types["taken"] = I32
     types |= {"hidden": BF16, "y": BF16, "bias": BF16, "eps": "fp32", "rows": "i32"}
     warps = {
         "_int4_pair_gate_up": int4_rows.GATE_UP_WARPS,
@@ -106,8 +107,25 @@ def rows(name: str, **sizes: Any) -> tuple[str, dict[str, str], dict[str, Any], 
     }.get(name, int4_rows.PRODUCT_WARPS)
     places = {"UNIT": 4, "DOWN_AT": 393_216, "SCALES_AT": 589_824, "TOP_K": 8}
     flags = {"NORM": True, "BIAS": False, "ADD": True, "X_ROWS": 1, "PDL": True, "WARPS": warps}
+    flags["TAKEN"] = False
     options = {"num_warps": warps, "launch_pdl": True}
     return name, types, {**EXPERT, **places, **flags, **sizes}, options
+
+
+def shared(name: str) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
+    """What a step and the CPU tell each other."""
+    words = ["ids", "table", "taken", "state", "rung", "job", "pairs", "answered", "failed"]
+    floats = ("norms", "weights", "rows", "answer")
+    types = {**dict.fromkeys(words, I32), **dict.fromkeys(floats, "*fp32"), "tiers": "*i8"}
+    types |= dict.fromkeys(("x", "gain", "hidden"), BF16) | dict.fromkeys(("clock", "sums"), I64)
+    types |= {"layer": "i32", "limit": "i64"}
+    sizes = {"COUNT": 16, "TOP_K": 8, "STRIDE": 8, "PAIRS": 128, "WIDE": 2048, **EXPERT}
+    return (
+        name,
+        types,
+        {**sizes, "NORM": True, "WHOLE": False, "PDL": True},
+        {"num_warps": 4, "launch_pdl": True},
+    )
 
 
 def widen(kind: int) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
@@ -144,6 +162,7 @@ TILED = (("LDGSTS.E.BYPASS.128", "HGMMA"), ("LDL", "STL"))
 # int4 words go from memory to the tensor cores in the registers of one thread
 DIRECT = (("LDG.E.128", "HMMA.16816.F32.BF16"), ("LDL", "STL", "LDSM", "SHFL"))
 BY_ROW = (("LDG.E.128", "LDG.E.64", "HMMA.16816.F32.BF16"), ("LDL", "STL", "LDSM"))
+SOME_BY_ROW = (("LDG.E.128", "HMMA.16816.F32.BF16"), ("LDL", "STL", "LDSM"))
 WIDENED = (("LDG.E.128", "STG.E.128"), ("LDL", "STL"))
 PLAIN: tuple[tuple[str, ...], tuple[str, ...]] = ((), ("LDL", "STL"))
 CASES: dict[str, tuple[Any, tuple[tuple[str, ...], tuple[str, ...]]]] = {
@@ -170,6 +189,10 @@ CASES: dict[str, tuple[Any, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "int4 down widest": (lambda: int4("_int4_down", 32, 1), DIRECT),
     "int4 rows gate_up": (lambda: rows("_int4_pair_gate_up"), BY_ROW),
     "int4 rows down": (lambda: rows("_int4_pair_down"), BY_ROW),
+    "int4 rows gate_up of some": (lambda: rows("_int4_pair_gate_up", TAKEN=True), BY_ROW),
+    "int4 rows down of some": (lambda: rows("_int4_pair_down", TAKEN=True), SOME_BY_ROW),
+    "ring": (lambda: shared("_ring"), (("MEMBAR.ALL.SYS",), ("LDL", "STL"))),
+    "await": (lambda: shared("_await_cpu"), (("LDG.E.STRONG.SYS",), ("LDL", "STL"))),
     "int4 rows qkv": (lambda: rows("_int4_product", COUNT=5120, ADD=False), BY_ROW),
     "int4 rows o": (lambda: rows("_int4_product", COUNT=2048, WIDTH=4096, NORM=False), BY_ROW),
     "int4 rows o of 8": (
@@ -206,6 +229,7 @@ def test_compiles_for_hopper(case: str, tmp_path: Path, monkeypatch: pytest.Monk
 def kernel_of(name: str) -> Any:
     from coterie.kernels.triton import (
         arrange,
+        cpu_share,
         expert_groups,
         expert_int4,
         expert_spans,
@@ -213,5 +237,13 @@ def kernel_of(name: str) -> Any:
         int4_rows,
     )
 
-    modules = (expert_groups, expert_int4, expert_spans, expert_tiles, int4_rows, arrange)
+    modules = (
+        expert_groups,
+        expert_int4,
+        expert_spans,
+        expert_tiles,
+        int4_rows,
+        arrange,
+        cpu_share,
+    )
     return next(vars(module)[name] for module in modules if name in vars(module))

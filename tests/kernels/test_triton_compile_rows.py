@@ -1,5 +1,6 @@
 """The kernels of decoding rows with adapters compile for sm_90 (Hopper) without a GPU: no register
-is spilled, patches are loaded 16 bytes at a time, and ranks are summed inside a thread."""
+is spilled, patches are loaded 16 bytes at a time, and ranks are summed inside a thread; those of
+few ranks copy weights to shared memory themselves."""
 
 from __future__ import annotations
 
@@ -98,16 +99,35 @@ CASES |= {
         4, WIDE_LOADS, SPILLS,
     ),
 }  # fmt: skip
-EVERY_TIME = ("one add",)
+FEW = {"ROWS": 32, "COLUMNS": 32, "DEPTH": 64, "GROUP": 16, "PDL": True}
+COPIES = (*WIDE_LOADS, "LDGSTS.E.BYPASS.128", "HMMA.16816.F32.BF16")
+NORM_SIZES = ("WIDTH", "PADDED", "PLANES", "PIECES", "PARTS", "PDL")
+CASES |= {
+    "few norm": (
+        "few", "_narrow_norm", {**{name: NORM[name] for name in NORM_SIZES}, "WARPS": 8}, 8,
+        WIDE_LOADS, SPILLS,
+    ),
+    "few qkv": (
+        "few", "_narrow_product", {**QKV, **FEW, "WARPS": 4}, 4, COPIES, (*SPILLS, "SHFL"),
+    ),
+    "few down": (
+        "few", "_narrow_product", {**DOWN, **FEW, "WARPS": 4}, 4, COPIES, SPILLS,
+    ),
+    "few gate_up": (
+        "few", "_narrow_gate_up", {"INNER": 3072, "WIDTH": 1024, "EXPAND": True, **FEW}, 4,
+        COPIES, (*SPILLS, "SHFL"),
+    ),
+}  # fmt: skip
+EVERY_TIME = ("one add", "few qkv")
 
 
 @pytest.mark.parametrize("case", some_every_time(CASES, EVERY_TIME))
 def test_compiles_for_hopper(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from coterie.kernels.triton import patched_gemv, row_products
+    from coterie.kernels.triton import narrow_rows, patched_gemv, row_products
 
     where, name, constants, warps, needed, unwanted = CASES[case]
-    module = row_products if where == "rows" else patched_gemv
+    module = {"rows": row_products, "one": patched_gemv, "few": narrow_rows}[where]
     built = compiled(getattr(module, name), TYPES, constants, warps, ["room"], num_stages=2)
     used = instructions(built.asm["cubin"], tmp_path)
     assert all(any(each.startswith(name) for each in used) for name in needed), sorted(used)

@@ -65,14 +65,17 @@ def test_nothing_is_kept_twice_when_the_device_holds_all() -> None:
         (100 * SLOT, "69MB", 4 * SLOT),
         (100 * SLOT, "68MB", 0),
         (100 * SLOT, "100%", 4 * SLOT),
-        (100 * SLOT, "50%", 0),
+        (100 * SLOT, "50%", 4 * SLOT),  # the others are read from RAM
     ],
 )
-def test_graphs_are_reserved_for_where_all_experts_fit_beside_them(
+def test_graphs_are_reserved_for_where_steps_are_captured(
     free: int, budget: str, room: int
 ) -> None:
     settings = MoeSettings(strategy="persistent", device_budget=budget)
     needs = replace(NEEDS, free_device_bytes=free, one_memory=False)
+    if budget == "50%":
+        few = replace(needs, free_host_bytes=60 * SLOT)
+        assert graph_room(settings, SIZES, few, 4 * SLOT) == 0
     assert graph_room(settings, SIZES, needs, 4 * SLOT) == room
     assert graph_room(settings, SIZES, replace(needs, one_memory=True), 4 * SLOT) == 0
     taken = size_tiers(settings, SIZES, replace(needs, graph_bytes=room))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from coterie.core.errors import InternalError
 from coterie.moe.runtime import resident
-from coterie.moe.runtime.resident import ResidentExperts, ResidentFinder, ResidentPool
+from coterie.moe.runtime.device_pool import DevicePool, ResidentExperts
+from coterie.moe.runtime.resident import ResidentFinder
 from coterie.moe.runtime.slot_map import SlotMap
 
 KEYS = [(layer, expert) for layer in range(2) for expert in range(4)]
@@ -95,13 +96,13 @@ def test_captured_steps_find_the_places_where_they_were(monkeypatch: pytest.Monk
     for key in KEYS[:2]:
         slots.place(key)
 
-    def find(parts: Any) -> ResidentPool | None:
+    def find(parts: Any) -> DevicePool | None:
         if slots.free():
             return None
         places = torch.tensor([[slots.slot_of(key) for key in KEYS[:2]]])
-        return ResidentPool(places, 1, places, {}, cast("ResidentExperts", None))
+        return DevicePool(places, 1, places, places, {}, cast("ResidentExperts", None))
 
-    monkeypatch.setattr(resident, "find_resident_pool", find)
+    monkeypatch.setattr(resident, "find_device_pool", find)
     finder = ResidentFinder(cast("Any", SimpleNamespace(slots=slots)), cast("Any", None))
     with torch.inference_mode():
         first = finder.find_pool()

@@ -177,6 +177,35 @@ class ExpertCall(Structure):
     ]
 
 
+class ShareLayer(Structure):
+    _fields_: ClassVar = [
+        ("records", POINTER(c_void_p)),
+        ("down_at", c_int64),
+        ("gate_up_scales_at", c_int64),
+        ("down_scales_at", c_int64),
+        ("kind", c_int32),
+        ("experts", c_int32),
+        ("hidden", c_int32),
+        ("intermediate", c_int32),
+    ]
+
+
+class ShareSetup(Structure):
+    _fields_: ClassVar = [
+        ("layers", POINTER(ShareLayer)),
+        ("num_layers", c_int64),
+        ("max_rows", c_int64),
+        ("max_pairs", c_int64),
+        ("threads", c_int64),
+        ("rung", c_void_p),
+        ("answered", c_void_p),
+        ("job", c_void_p),
+        ("pairs", c_void_p),
+        ("x", c_void_p),
+        ("out", c_void_p),
+    ]
+
+
 def declare(library: ctypes.CDLL) -> None:
     """Gives every entry point its argument and result types."""
     signatures = {
@@ -202,6 +231,11 @@ def declare(library: ctypes.CDLL) -> None:
         ),
         "ct_experts": (None, [POINTER(ExpertCall)]),
         "ct_route": (None, [POINTER(Route), c_void_p, c_int64, c_void_p, c_void_p, c_int64]),
+        "ct_share_open": (c_void_p, [POINTER(ShareSetup)]),
+        "ct_share_wake": (None, [c_void_p]),
+        "ct_share_pause": (None, [c_void_p, c_int32]),
+        "ct_share_read": (None, [c_void_p, c_void_p]),
+        "ct_share_close": (None, [c_void_p]),
         "ct_combine": (None, [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_int64]),
     }
     for name, (result, arguments) in signatures.items():

@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from coterie.kernels.device_record import UNIT_BYTES, DeviceRecord, dense_matrices
 from coterie.kernels.expert_gate import GateRule
+from coterie.kernels.expert_layout import GROUP
 from coterie.kernels.triton.gemv import (
     both_times_x,
     load_if,
@@ -168,22 +169,16 @@ def _choose_rows(
 
 
 @triton.jit
-def _pair_gate_up(
-    x, gain, norms, chosen, pool, pool_scales, out,
+def _gate_up_tile(
+    x, gain, norms, chosen, pool, pool_scales, out, pair, first,
     SCALES_AT: tl.constexpr, UNIT: tl.constexpr, SCALE_UNIT: tl.constexpr,
-    PAIRS: tl.constexpr, TOP_K: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
     PADDED: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair, i] = silu(gate) * up of x[pair // TOP_K]; with NORM x is not normed yet."""
-    program = tl.program_id(0)
-    pair = program % PAIRS
-    row = (program // PAIRS) * ROWS + tl.arange(0, ROWS)
+    """ROWS channels of `_pair_gate_up`."""
+    row = first + tl.arange(0, ROWS)
     live = row < INNER
-    if PDL:
-        gdc_wait()
-        # only now: `down` reads the places before it waits
-        gdc_launch_dependents()
     place = tl.load(chosen + pair, cache_modifier=".cg")
     weight = pool + place * UNIT
     scales = pool_scales + (place * SCALE_UNIT + SCALES_AT)
@@ -207,15 +202,48 @@ def _pair_gate_up(
 
 
 @triton.jit
+def _pair_gate_up(
+    x, gain, norms, chosen, taken, pool, pool_scales, out,
+    SCALES_AT: tl.constexpr, UNIT: tl.constexpr, SCALE_UNIT: tl.constexpr,
+    PAIRS: tl.constexpr, TOP_K: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
+    TAKEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[pair, i] = silu(gate) * up of x[pair // TOP_K]; with NORM x is not normed yet. With TAKEN
+    tiles of channels below taken[pair] are left out."""
+    program = tl.program_id(0)
+    pair = program % PAIRS
+    first = (program // PAIRS) * ROWS
+    if PDL:
+        gdc_wait()
+        # only now: `down` reads the places before it waits
+        gdc_launch_dependents()
+    # fmt: off
+    if TAKEN:
+        if first + ROWS > tl.load(taken + pair, cache_modifier=".cg"):
+            _gate_up_tile(
+                x, gain, norms, chosen, pool, pool_scales, out, pair, first, SCALES_AT, UNIT,
+                SCALE_UNIT, TOP_K, INNER, WIDTH, PADDED, ROWS, KIND, NORM, PDL)
+    else:
+        _gate_up_tile(
+            x, gain, norms, chosen, pool, pool_scales, out, pair, first, SCALES_AT, UNIT,
+            SCALE_UNIT, TOP_K, INNER, WIDTH, PADDED, ROWS, KIND, NORM, PDL)
+    # fmt: on
+
+
+@triton.jit
 def _down_tile(
-    weight, scales, row, live, chunk: tl.constexpr,
+    weight, scales, row, live, begin, chunk: tl.constexpr,
     INNER: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Part `chunk` of the columns of some rows of all experts: [rows, experts, columns]."""
+    """Part `chunk` of the columns of some rows of all experts: [rows, experts, columns]. Unless
+    EVEN: only those from column `begin` of each expert on."""
     WORDS: tl.constexpr = CHUNK // 8 if KIND == 2 else CHUNK
     STRIDE: tl.constexpr = INNER // 8 if KIND == 2 else INNER
     column = chunk * WORDS + tl.arange(0, WORDS)
     inside = live & (column < STRIDE)[None, None, :]
+    whole = column // 4 * 32 if KIND == 2 else column
+    inside = inside & (whole[None, :] >= begin[:, None])[None, :, :]
     place = weight[None, :, None] + row[:, None, None] * STRIDE + column[None, None, :]
     tile = load_if(place, inside, EVEN)
     if KIND == 0:
@@ -223,6 +251,7 @@ def _down_tile(
     else:
         group = chunk * (CHUNK // 32) + tl.arange(0, CHUNK // 32)
         inside = live & (group < INNER // 32)[None, None, :]
+        inside = inside & (group[None, :] * 32 >= begin[:, None])[None, :, :]
         place = scales[None, :, None] + row[:, None, None] * (INNER // 32) + group[None, None, :]
         own = load_if(place, inside, EVEN)
     return tile, own
@@ -230,7 +259,7 @@ def _down_tile(
 
 @triton.jit
 def _down_values(
-    acts, k, used, chunk: tl.constexpr,
+    acts, k, used, begin, chunk: tl.constexpr,
     INNER: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The activations of each expert [experts, columns] for one chunk; int4 loads them later."""
@@ -238,13 +267,14 @@ def _down_values(
     if KIND != 2:
         column = tl.arange(0, CHUNK)
         inside = used[:, None] & (column < INNER - chunk * CHUNK)[None, :]
+        inside = inside & (column[None, :] + chunk * CHUNK >= begin[:, None])
         value = load_if(acts + k[:, None] * INNER + chunk * CHUNK + column[None, :], inside, EVEN)
     return value
 
 
 @triton.jit
 def _down_products(
-    tile, scales, value, acts, k, used, chunk: tl.constexpr,
+    tile, scales, value, acts, k, used, begin, chunk: tl.constexpr,
     INNER: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr,
     KIND: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -256,6 +286,7 @@ def _down_products(
         word = tl.arange(0, CHUNK // 8)
         first = (word // 4) * 32 + word % 4
         inside = used[:, None] & (word < left // 8)[None, :]
+        inside = inside & ((word // 4 * 32 + chunk * CHUNK)[None, :] >= begin[:, None])
         total = tl.zeros([ROWS, EXPERTS, CHUNK // 8], tl.float32)
         sums = tl.zeros([EXPERTS, CHUNK // 8], tl.float32)
         for j in tl.static_range(8):
@@ -277,14 +308,15 @@ def _down_products(
 
 @triton.jit
 def _pair_down(
-    acts, chosen, weights, pool, pool_scales, hidden,
+    acts, chosen, taken, weights, pool, pool_scales, hidden,
     DOWN_AT: tl.constexpr, SCALES_AT: tl.constexpr, UNIT: tl.constexpr, SCALE_UNIT: tl.constexpr,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, KIND: tl.constexpr,
-    ADD: tl.constexpr, PDL: tl.constexpr,
+    ADD: tl.constexpr, TAKEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """hidden[t] (+)= sum over k of weights[t, k] * down of acts[t, k], in the order of k. The first
-    chunks of the weights are requested before the wait."""
+    """hidden[t] (+)= sum over k of weights[t, k] * down of acts[t, k], in the order of k;
+    with TAKEN only of channels from taken[t, k] on. The first chunks of the weights are requested
+    before the wait."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.program_id(1).to(tl.int64)
     k = tl.arange(0, EXPERTS)
@@ -293,41 +325,46 @@ def _pair_down(
     if PDL:
         gdc_launch_dependents()
     place = tl.load(chosen + at * TOP_K + k, mask=used, other=0, cache_modifier=".cg")
+    begin = k * 0
+    if TAKEN:
+        begin = tl.load(taken + at * TOP_K + k, mask=used, other=INNER, cache_modifier=".cg")
     weight = pool + (place * UNIT + DOWN_AT)
     scales = pool_scales + (place * SCALE_UNIT + SCALES_AT)
     own = acts + at * TOP_K * INNER
-    EVEN: tl.constexpr = INNER % CHUNK == 0 and WIDTH % ROWS == 0 and TOP_K == EXPERTS
+    EVEN: tl.constexpr = INNER % CHUNK == 0 and WIDTH % ROWS == 0 and TOP_K == EXPERTS and not TAKEN
     # fmt: off
-    tile_0, scales_0 = _down_tile(weight, scales, row, live, 0, INNER, CHUNK, KIND, EVEN)
+    tile_0, scales_0 = _down_tile(weight, scales, row, live, begin, 0, INNER, CHUNK, KIND, EVEN)
     if CHUNKS > 1:
-        tile_1, scales_1 = _down_tile(weight, scales, row, live, 1, INNER, CHUNK, KIND, EVEN)
+        tile_1, scales_1 = _down_tile(weight, scales, row, live, begin, 1, INNER, CHUNK, KIND, EVEN)
     if CHUNKS > 2:
-        tile_2, scales_2 = _down_tile(weight, scales, row, live, 2, INNER, CHUNK, KIND, EVEN)
+        tile_2, scales_2 = _down_tile(weight, scales, row, live, begin, 2, INNER, CHUNK, KIND, EVEN)
     if PDL:
         gdc_wait()
     # everything at once: each load between barriers would cost a trip to L2
-    values_0 = _down_values(own, k, used, 0, INNER, CHUNK, KIND, EVEN)
+    values_0 = _down_values(own, k, used, begin, 0, INNER, CHUNK, KIND, EVEN)
     if CHUNKS > 1:
-        values_1 = _down_values(own, k, used, 1, INNER, CHUNK, KIND, EVEN)
+        values_1 = _down_values(own, k, used, begin, 1, INNER, CHUNK, KIND, EVEN)
     if CHUNKS > 2:
-        values_2 = _down_values(own, k, used, 2, INNER, CHUNK, KIND, EVEN)
+        values_2 = _down_values(own, k, used, begin, 2, INNER, CHUNK, KIND, EVEN)
     share = tl.load(weights + at * TOP_K + k, mask=used, other=0)
     target = hidden + at * WIDTH + row
     if ADD:
         before = tl.load(target, mask=row < WIDTH, other=0).to(tl.float32)
     total = _down_products(
-        tile_0, scales_0, values_0, own, k, used, 0, INNER, CHUNK, ROWS, EXPERTS, KIND, EVEN)
+        tile_0, scales_0, values_0, own, k, used, begin, 0, INNER, CHUNK, ROWS, EXPERTS, KIND, EVEN)
     if CHUNKS > 1:
         total += _down_products(
-            tile_1, scales_1, values_1, own, k, used, 1, INNER, CHUNK, ROWS, EXPERTS, KIND, EVEN)
+            tile_1, scales_1, values_1, own, k, used, begin, 1, INNER, CHUNK, ROWS, EXPERTS,
+            KIND, EVEN)
     if CHUNKS > 2:
         total += _down_products(
-            tile_2, scales_2, values_2, own, k, used, 2, INNER, CHUNK, ROWS, EXPERTS, KIND, EVEN)
+            tile_2, scales_2, values_2, own, k, used, begin, 2, INNER, CHUNK, ROWS, EXPERTS,
+            KIND, EVEN)
     for chunk in tl.static_range(3, CHUNKS):
-        tile, more = _down_tile(weight, scales, row, live, chunk, INNER, CHUNK, KIND, EVEN)
-        values = _down_values(own, k, used, chunk, INNER, CHUNK, KIND, EVEN)
+        tile, more = _down_tile(weight, scales, row, live, begin, chunk, INNER, CHUNK, KIND, EVEN)
+        values = _down_values(own, k, used, begin, chunk, INNER, CHUNK, KIND, EVEN)
         total += _down_products(
-            tile, more, values, own, k, used, chunk, INNER, CHUNK, ROWS, EXPERTS, KIND, EVEN)
+            tile, more, values, own, k, used, begin, chunk, INNER, CHUNK, ROWS, EXPERTS, KIND, EVEN)
     # fmt: on
     y = tl.sum(tl.sum(total, 2) * share[None, :], 1)
     if ADD:
@@ -463,18 +500,22 @@ def on_tensor_cores(x: Tensor, pool: ExpertPool) -> bool:
 
 def pair_gate_up(
     x: Tensor, routed: RoutedRows, pool: ExpertPool, out: Tensor, sizes: PairSizes,
-    gain: Tensor | None = None, dependent: bool = False,
+    gain: Tensor | None = None, dependent: bool = False, taken: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out [T * K, I] = silu(gate) * up. With `gain` x is not normed yet."""
+    """out [T * K, I] = silu(gate) * up. With `gain` x is not normed yet. `taken` int32 [T, K]: the
+    channels of each pair below it are left out; in whole groups of 32."""
     if on_tensor_cores(x, pool):
         norm = None if gain is None else (gain, routed.norms)
-        int4_pair_gate_up(x, routed.places, pool.views()[0], pool.record, out, norm, dependent)
+        own = pool.views()[0], pool.record, out, norm, dependent, taken
+        int4_pair_gate_up(x, routed.places, *own)
         return
     matrices, scales, shape = pool.views()
     pairs, rows = routed.ids.numel(), sizes.gate_up_rows
     tiles = triton.cdiv(pool.record.intermediate, rows)
+    assert taken is None or GROUP % rows == 0
     _pair_gate_up[(tiles * pairs,)](
-        x, x if gain is None else gain, routed.norms, routed.places, matrices, scales, out,
+        x, x if gain is None else gain, routed.norms, routed.places,
+        routed.ids if taken is None else taken, matrices, scales, out, TAKEN=taken is not None,
         SCALES_AT=pool.at(pool.record.gate_up_scales_at, scales=True),
         PAIRS=pairs, TOP_K=routed.ids.shape[1],
         PADDED=triton.next_power_of_2(pool.record.hidden), ROWS=rows, NORM=gain is not None,
@@ -484,18 +525,20 @@ def pair_gate_up(
 
 def pair_down(
     acts: Tensor, routed: RoutedRows, pool: ExpertPool, hidden: Tensor, sizes: PairSizes,
-    add: bool = True, dependent: bool = False,
+    add: bool = True, dependent: bool = False, taken: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """hidden [T, D] += the weighted sum of the experts' outputs (or =, without `add`)."""
+    """hidden [T, D] += the weighted sum of the experts' outputs (or =, without `add`). `taken`: see
+    `pair_gate_up`."""
     if on_tensor_cores(acts, pool):
         own = routed.places, routed.weights, pool.views()[0], pool.record
-        int4_pair_down(acts, *own, hidden, add, dependent)
+        int4_pair_down(acts, *own, hidden, add, dependent, taken)
         return
     matrices, scales, shape = pool.views()
     record, rows = pool.record, sizes.down_rows
     chunk = min(sizes.down_chunk, max(32, triton.next_power_of_2(record.intermediate)))
     _pair_down[(triton.cdiv(record.hidden, rows), len(hidden))](
-        acts, routed.places, routed.weights, matrices, scales, hidden,
+        acts, routed.places, routed.ids if taken is None else taken, routed.weights, matrices,
+        scales, hidden, TAKEN=taken is not None,
         DOWN_AT=pool.at(record.down_at), SCALES_AT=pool.at(record.down_scales_at, scales=True),
         TOP_K=routed.ids.shape[1], EXPERTS=triton.next_power_of_2(routed.ids.shape[1]),
         ROWS=rows, CHUNK=chunk, CHUNKS=triton.cdiv(record.intermediate, chunk), ADD=add,
@@ -503,7 +546,9 @@ def pair_down(
     )  # fmt: skip
 
 
-def experts_torch(x: Tensor, ids: Tensor, weights: Tensor, pool: ExpertPool) -> Tensor:
+def experts_torch(
+    x: Tensor, ids: Tensor, weights: Tensor, pool: ExpertPool, taken: Tensor | None = None
+) -> Tensor:
     """The plain twin of `pair_gate_up` and `pair_down`, in fp32, of x that is normed: [T, D]."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for t, row in enumerate(x.float()):
@@ -513,5 +558,7 @@ def experts_torch(x: Tensor, ids: Tensor, weights: Tensor, pool: ExpertPool) -> 
             gate_up, down = dense_matrices(pool.record, raw)
             gate, up = (gate_up @ row).chunk(2)
             acts = (torch.nn.functional.silu(gate) * up).to(x.dtype).float()
+            if taken is not None:
+                acts[: int(taken[t, k])] = 0
             out[t] += weights[t, k].float() * (down @ acts)
     return out

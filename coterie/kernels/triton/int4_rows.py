@@ -309,21 +309,14 @@ def _normed(x, gain, group, WIDTH: gl.constexpr, W: gl.constexpr, NORM: gl.const
 
 
 @gluon.jit
-def _int4_pair_gate_up(
-    x, gain, norms, chosen, pool, out,
+def _gate_up_tile(
+    x, gain, norms, chosen, pool, out, pair, first,
     SCALES_AT: gl.constexpr, UNIT: gl.constexpr, TOP_K: gl.constexpr,
     INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, NORM: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """out[pair, i] = silu(gate) * up of x[pair // TOP_K]; with NORM x is not normed yet. x and gain
-    are words of two columns. Grid: (pairs, tiles of rows)."""
+    """16 rows of `_int4_pair_gate_up`."""
     SUMS: gl.constexpr = _sum_layout(WARPS)
-    pair = gl.program_id(0)
-    first = gl.program_id(1) * 16
-    if PDL:
-        gdc_wait()
-        # only now: `down` reads the places before it waits
-        gdc_launch_dependents()
     at = (pair // TOP_K).to(gl.int64)
     own = x + at * (WIDTH // 2)
     place = gl.load(chosen + pair, cache_modifier=".cg") * UNIT
@@ -379,6 +372,35 @@ def _int4_pair_gate_up(
 
 
 @gluon.jit
+def _int4_pair_gate_up(
+    x, gain, norms, chosen, taken, pool, out,
+    SCALES_AT: gl.constexpr, UNIT: gl.constexpr, TOP_K: gl.constexpr,
+    INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, NORM: gl.constexpr,
+    TAKEN: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """out[pair, i] = silu(gate) * up of x[pair // TOP_K]; with NORM x is not normed yet. x and gain
+    are words of two columns. With TAKEN rows below taken[pair] are left out. Grid: (pairs, tiles of
+    rows)."""
+    pair = gl.program_id(0)
+    first = gl.program_id(1) * 16
+    if PDL:
+        gdc_wait()
+        # only now: `down` reads the places before it waits
+        gdc_launch_dependents()
+    # fmt: off
+    if TAKEN:
+        if first >= gl.load(taken + pair, cache_modifier=".cg"):
+            _gate_up_tile(
+                x, gain, norms, chosen, pool, out, pair, first,
+                SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS, NORM, PDL)
+    else:
+        _gate_up_tile(
+            x, gain, norms, chosen, pool, out, pair, first,
+            SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS, NORM, PDL)
+    # fmt: on
+
+
+@gluon.jit
 def _unit_places(
     chosen, unit, pool,
     AT: gl.constexpr, UNIT: gl.constexpr, STEPS: gl.constexpr, TOP_K: gl.constexpr,
@@ -389,34 +411,49 @@ def _unit_places(
 
 
 @gluon.jit
+def _is_left(taken, unit, group, STEPS: gl.constexpr, TOP_K: gl.constexpr):
+    """Whether nobody else computes this group of the unit's expert."""
+    k = gl.minimum(unit // STEPS, TOP_K - 1)
+    return group * 32 >= gl.load(taken + k, cache_modifier=".cg")
+
+
+@gluon.jit
 def _request_down(
-    chosen, pool, first, s,
+    chosen, taken, pool, first, s,
     DOWN_AT: gl.constexpr, SCALES_AT: gl.constexpr, UNIT: gl.constexpr, TOP_K: gl.constexpr,
-    INNER: gl.constexpr, WIDTH: gl.constexpr, W: gl.constexpr,
+    INNER: gl.constexpr, WIDTH: gl.constexpr, W: gl.constexpr, TAKEN: gl.constexpr,
 ):  # fmt: skip
     """Words and scales of 16 rows: unit s of each warp."""
     WORDS: gl.constexpr = _word_layout(W)
     SUMS: gl.constexpr = _sum_layout(W)
     STEPS: gl.constexpr = (INNER // 32 + 7) // 8
     PER: gl.constexpr = (TOP_K * STEPS + W - 1) // W
-    EVEN: gl.constexpr = INNER % 256 == 0 and WIDTH % 16 == 0 and TOP_K * STEPS % W == 0
+    ALL: gl.constexpr = INNER % 256 == 0 and WIDTH % 16 == 0 and TOP_K * STEPS % W == 0
+    EVEN: gl.constexpr = ALL and not TAKEN
     row = first + _along(16, 1, 3, SUMS)
     unit = _along(W, 0, 3, SUMS) * PER + s
     own = unit % STEPS * 8 + _along(8, 2, 3, SUMS)
     inside = (row < WIDTH) & (own < INNER // 32) & (unit < TOP_K * STEPS)
+    if TAKEN:
+        inside = inside & _is_left(taken, unit, own, STEPS, TOP_K)
     base = _unit_places(chosen, unit, pool, SCALES_AT, UNIT, STEPS, TOP_K)
     pairs = _load_if(base + (row * (INNER // 32) + own), inside, EVEN)
     row = first + _along(16, 1, 4, WORDS)
     unit = _along(W, 0, 4, WORDS) * PER + s
     own = unit % STEPS * 8 + _along(8, 2, 4, WORDS)
     inside = (row < WIDTH) & (own < INNER // 32) & (unit < TOP_K * STEPS)
+    if TAKEN:
+        inside = inside & _is_left(taken, unit, own, STEPS, TOP_K)
     base = _unit_places(chosen, unit, pool, DOWN_AT, UNIT, STEPS, TOP_K)
     place = row * (INNER // 8) + own * 4 + _along(4, 3, 4, WORDS)
     return _load_if(base + place, inside, EVEN), pairs
 
 
 @gluon.jit
-def _lines_down(acts, weights, s, TOP_K: gl.constexpr, INNER: gl.constexpr, W: gl.constexpr):
+def _lines_down(
+    acts, taken, weights, s,
+    TOP_K: gl.constexpr, INNER: gl.constexpr, W: gl.constexpr, TAKEN: gl.constexpr,
+):  # fmt: skip
     """Words of the activations of unit s of each warp, and the weight of its expert."""
     LINES: gl.constexpr = _line_layout(W)
     SUMS: gl.constexpr = _sum_layout(W)
@@ -425,6 +462,8 @@ def _lines_down(acts, weights, s, TOP_K: gl.constexpr, INNER: gl.constexpr, W: g
     unit = _along(W, 0, 3, LINES) * PER + s
     own = unit % STEPS * 8 + _along(8, 1, 3, LINES)
     inside = (own < INNER // 32) & (unit < TOP_K * STEPS)
+    if TAKEN:
+        inside = inside & _is_left(taken, unit, own, STEPS, TOP_K)
     place = unit // STEPS * (INNER // 2) + own * 16 + _along(16, 2, 3, LINES)
     lines = gl.load(acts + place, mask=inside, other=0)
     unit = _along(W, 0, 3, SUMS) * PER + s
@@ -440,13 +479,14 @@ def _weighted(words, pairs, shared, sums, share, W: gl.constexpr):
 
 @gluon.jit
 def _int4_pair_down(
-    acts, chosen, weights, pool, hidden,
+    acts, chosen, taken, weights, pool, hidden,
     DOWN_AT: gl.constexpr, SCALES_AT: gl.constexpr, UNIT: gl.constexpr, TOP_K: gl.constexpr,
     INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, ADD: gl.constexpr,
-    PDL: gl.constexpr,
+    TAKEN: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """hidden[t] (+)= sum over k of weights[t, k] * down of acts[t, k], words of two columns. The
-    first units of the weights are requested before the wait."""
+    """hidden[t] (+)= sum over k of weights[t, k] * down of acts[t, k], words of two columns;
+    with TAKEN only of columns from taken[t, k] on. The first units of the weights are requested
+    before the wait."""
     STEPS: gl.constexpr = (INNER // 32 + 7) // 8
     PER: gl.constexpr = (TOP_K * STEPS + WARPS - 1) // WARPS
     first = gl.program_id(0) * 16
@@ -454,28 +494,32 @@ def _int4_pair_down(
     if PDL:
         gdc_launch_dependents()
     chosen += at * TOP_K
+    taken += at * TOP_K
     acts += at * (TOP_K * INNER // 2)
     weights += at * TOP_K
     # fmt: off
     words_0, pairs_0 = _request_down(
-        chosen, pool, first, 0, DOWN_AT, SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS)
+        chosen, taken, pool, first, 0, DOWN_AT, SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS,
+        TAKEN)
     if PER > 1:
         words_1, pairs_1 = _request_down(
-            chosen, pool, first, 1, DOWN_AT, SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS)
+            chosen, taken, pool, first, 1, DOWN_AT, SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS,
+        TAKEN)
     if PER > 2:
         words_2, pairs_2 = _request_down(
-            chosen, pool, first, 2, DOWN_AT, SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS)
+            chosen, taken, pool, first, 2, DOWN_AT, SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS,
+        TAKEN)
     if PDL:
         gdc_wait()
     row = first + gl.arange(0, 16, layout=_result_layout(WARPS))
     target = hidden + at * WIDTH + row
     if ADD:
         before = gl.load(target, mask=row < WIDTH, other=0).to(gl.float32)
-    lines_0, share_0 = _lines_down(acts, weights, 0, TOP_K, INNER, WARPS)
+    lines_0, share_0 = _lines_down(acts, taken, weights, 0, TOP_K, INNER, WARPS, TAKEN)
     if PER > 1:
-        lines_1, share_1 = _lines_down(acts, weights, 1, TOP_K, INNER, WARPS)
+        lines_1, share_1 = _lines_down(acts, taken, weights, 1, TOP_K, INNER, WARPS, TAKEN)
     if PER > 2:
-        lines_2, share_2 = _lines_down(acts, weights, 2, TOP_K, INNER, WARPS)
+        lines_2, share_2 = _lines_down(acts, taken, weights, 2, TOP_K, INNER, WARPS, TAKEN)
     shared_0, sums_0 = _share(lines_0, WARPS)
     if PER > 1:
         shared_1, sums_1 = _share(lines_1, WARPS)
@@ -488,8 +532,9 @@ def _int4_pair_down(
         total += _weighted(words_2, pairs_2, shared_2, sums_2, share_2, WARPS)
     for s in range(3, PER):
         words, pairs = _request_down(
-            chosen, pool, first, s, DOWN_AT, SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS)
-        lines, share = _lines_down(acts, weights, s, TOP_K, INNER, WARPS)
+            chosen, taken, pool, first, s, DOWN_AT, SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS,
+            TAKEN)
+        lines, share = _lines_down(acts, taken, weights, s, TOP_K, INNER, WARPS, TAKEN)
         shared, sums = _share(lines, WARPS)
         total += _weighted(words, pairs, shared, sums, share, WARPS)
     # fmt: on
@@ -602,28 +647,31 @@ def _words(x: Tensor) -> Tensor:
 def int4_pair_gate_up(
     x: Tensor, places: Tensor, pool: Tensor, record: DeviceRecord, out: Tensor,
     norm: tuple[Tensor, Tensor] | None = None, dependent: bool = False,
+    taken: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out [T * K, I] = silu(gate) * up of the experts at `places` [T, K] of the pool, int32. Where
-    x is not normed yet, `norm` has the gain and the scales of the rows [T]."""
+    x is not normed yet, `norm` has the gain and the scales of the rows [T]. `taken` int32 [T, K]:
+    the channels of each pair below it are left out; in whole groups of 32."""
     gain, scales = (x, x) if norm is None else norm
     _int4_pair_gate_up[(places.numel(), triton.cdiv(record.intermediate, ROWS))](
-        _words(x), _words(gain), scales, places, pool, out,
+        _words(x), _words(gain), scales, places, places if taken is None else taken, pool, out,
         SCALES_AT=record.gate_up_scales_at // WORD_BYTES, UNIT=UNIT_BYTES // WORD_BYTES,
         TOP_K=places.shape[1], INNER=record.intermediate, WIDTH=record.hidden,
-        NORM=norm is not None, **_launch(GATE_UP_WARPS, dependent),
+        NORM=norm is not None, TAKEN=taken is not None, **_launch(GATE_UP_WARPS, dependent),
     )  # fmt: skip
 
 
 def int4_pair_down(
     acts: Tensor, places: Tensor, weights: Tensor, pool: Tensor, record: DeviceRecord,
-    hidden: Tensor, add: bool = True, dependent: bool = False,
+    hidden: Tensor, add: bool = True, dependent: bool = False, taken: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """hidden [T, D] += the weighted sum of the experts' outputs (or =, without `add`)."""
+    """hidden [T, D] += the weighted sum of the experts' outputs (or =, without `add`). `taken`: see
+    `int4_pair_gate_up`."""
     _int4_pair_down[(triton.cdiv(record.hidden, ROWS), len(hidden))](
-        _words(acts), places, weights, pool, hidden,
+        _words(acts), places, places if taken is None else taken, weights, pool, hidden,
         DOWN_AT=record.down_at // WORD_BYTES, SCALES_AT=record.down_scales_at // WORD_BYTES,
         UNIT=UNIT_BYTES // WORD_BYTES, TOP_K=places.shape[1], INNER=record.intermediate,
-        WIDTH=record.hidden, ADD=add, **_launch(DOWN_WARPS, dependent),
+        WIDTH=record.hidden, ADD=add, TAKEN=taken is not None, **_launch(DOWN_WARPS, dependent),
     )  # fmt: skip
 
 

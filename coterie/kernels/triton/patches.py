@@ -182,7 +182,9 @@ def _shrink(
     """Stores scale * x a^T, or one piece of it, of every `step`th RANKS from `begin`, whose rows
     of a are in `tile`."""
     r = begin + tl.arange(0, RANKS)
-    tl.store(terms + r, tl.sum(tile.to(tl.float32) * x[None, :], 1) * scale, mask=r < a[1])
+    total = tl.sum(tile.to(tl.float32) * x[None, :], 1) * scale
+    # of few ranks all are stored, with zeros behind the last: their reader needs no mask
+    tl.store(terms + r, total, mask=(r < a[1]) | (KIND < _DEEP))
     if KIND >= _DEEP:
         for first in range(begin + step, a[1], step):
             tile = _tile(a, first, column, inside, width, RANKS, KIND, ALIGN)

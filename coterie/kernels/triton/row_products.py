@@ -11,7 +11,8 @@ dense layer, each started before the last has ended (PDL: see `gemv`).
 
 y = out_scale * (W (in_scale * x)) + shift + (x a^T) b. What a kernel needs of the patches is
 requested before it waits, so that most of it costs no time. A row without a patch has rank 0 in the
-table. Import this module only where triton is installed.
+table. `narrow_rows` has the same for rows with few ranks. Import this module only where triton is
+installed.
 """
 
 # Jitted functions are compiled by Triton: their arguments have no Python types.
@@ -28,6 +29,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from coterie.kernels.batch import KINDS, PatchRows
+from coterie.kernels.triton import narrow_rows
 from coterie.kernels.triton.patches import (
     _A,
     _B,
@@ -505,15 +507,29 @@ def norm_rows(
     # columns of a warp: all ranks of 4 or 8 columns for a thread
     columns = 128 if padded <= 1024 or kind == _WIDE_KIND else 256
     table, sites = _patch_arguments(rows, hidden)
-    _norm_rows[(count, max(1, len(parts)))](
+    grid = (count, max(1, len(parts)))
+    given = (
         hidden, hidden if product is None else product.planes,
         terms if pieces is None else pieces, hidden if norm is None else norm.gain, table,
         summed, normed, terms, 0.0 if norm is None else norm.eps, count, sites, room,
         0 if product is None else site_of(product.layer, product.part),
         site_of(norm.layer, parts[0]) if norm is not None and parts else 0,
-        WIDTH=width, PADDED=padded, PLANES=0 if product is None else len(product.planes),
-        PIECES=1 if pieces is None else pieces.shape[1], PARTS=len(parts), NORM=norm is not None,
-        PATCH=rows is not None, RANKS=ranks,
+    )  # fmt: skip
+    counts = {
+        "WIDTH": width,
+        "PADDED": padded,
+        "PLANES": 0 if product is None else len(product.planes),
+        "PIECES": 1 if pieces is None else pieces.shape[1],
+        "PARTS": len(parts),
+    }
+    few = rows is not None and kind == 0 and norm is not None
+    if few and narrow_rows.fits_norm(padded, counts["PIECES"]):
+        warps = narrow_rows.norm_warps(padded)
+        sizes = {**counts, "WARPS": warps, "num_warps": warps}
+        narrow_rows._narrow_norm[grid](*given, **sizes, **_launch(dependent))
+        return NormedRows(summed, normed, terms)
+    _norm_rows[grid](
+        *given, **counts, NORM=norm is not None, PATCH=rows is not None, RANKS=ranks,
         # fewer ranks at a time than there may be: in a loop
         KIND=max(kind, _DEEP_KIND) if ranks < RANKS else kind,
         ALIGN=columns // 16, num_warps=min(16, max(1, padded // columns)), **_launch(dependent),
@@ -532,16 +548,32 @@ def product_rows(
     total, first = len(weight), parts[0][1]
     other = parts[-1][1]
     size = product_size(total, width, weight.element_size(), split=False)
+    few = narrow_rows.fits_product(rows, x, weight, width)
+    columns = narrow_rows.columns_of(triton.cdiv(total, 32)) if few else size.columns
     y = torch.empty((count, total), dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(first, size.columns) + (len(parts) - 1) * triton.cdiv(other, size.columns)
+    tiles = triton.cdiv(first, columns) + (len(parts) - 1) * triton.cdiv(other, columns)
     table, sites = _patch_arguments(rows, x)
-    _product_rows[(triton.cdiv(count, ROWS) * tiles,)](
-        x, x, weight, x if bias is None else bias, y, table, terms, terms, count, sites,
-        _room(rows), site_of(layer, parts[0][0]),
-        FIRST=first, OTHER=other, PARTS=len(parts), BIAS=bias is not None,
-        EXPAND=rows is not None, SHRINK=False, CHUNK=16, CHUNKS=1,
-        **_product_arguments(weight, (first, other), width, size, rows, dependent),
+    grid = (triton.cdiv(count, ROWS) * tiles,)
+    given = (
+        weight, x if bias is None else bias, y, table, terms, terms, count, sites, _room(rows),
+        site_of(layer, parts[0][0]),
     )  # fmt: skip
+    counts = {
+        "FIRST": first,
+        "OTHER": other,
+        "PARTS": len(parts),
+        "BIAS": bias is not None,
+        "EXPAND": rows is not None,
+        "SHRINK": False,
+        "CHUNK": 16,
+        "CHUNKS": 1,
+    }
+    if few:
+        sizes = narrow_rows.product_arguments(width, width, columns)
+        narrow_rows._narrow_product[grid](x, *given, **counts, **sizes, **_launch(dependent))
+        return y
+    sizes = _product_arguments(weight, (first, other), width, size, rows, dependent)
+    _product_rows[grid](x, x, *given, **counts, **sizes)
     return y
 
 
@@ -557,15 +589,32 @@ def split_product_rows(
     planes = torch.empty((size.splits, count, total), device=x.device)
     room = _room(rows)
     pieces = None if rows is None else torch.empty((count, chunks, room), device=x.device)
-    tiles = triton.cdiv(count, ROWS) * triton.cdiv(total, size.columns) * size.splits
+    sizes = _product_arguments(weight, (total,), width, size, rows, dependent)
+    few = narrow_rows.fits_product(rows, x, weight, sizes["SHARE"])
+    programs = triton.cdiv(total, 32) * size.splits
+    columns = narrow_rows.columns_of(programs) if few else size.columns
+    tiles = triton.cdiv(count, ROWS) * triton.cdiv(total, columns) * size.splits
     table, sites = _patch_arguments(rows, x)
-    _product_rows[(tiles + (0 if rows is None else count * chunks),)](
-        x, raw, weight, x, planes, table, x, planes if pieces is None else pieces, count, sites,
-        room, site_of(layer, part),
-        FIRST=total, OTHER=total, PARTS=1, BIAS=False, EXPAND=False, SHRINK=rows is not None,
-        CHUNK=chunk, CHUNKS=chunks,
-        **_product_arguments(weight, (total,), width, size, rows, dependent),
+    grid = (tiles + (0 if rows is None else count * chunks),)
+    given = (
+        weight, x, planes, table, x, planes if pieces is None else pieces, count, sites, room,
+        site_of(layer, part),
     )  # fmt: skip
+    counts = {
+        "FIRST": total,
+        "OTHER": total,
+        "PARTS": 1,
+        "BIAS": False,
+        "EXPAND": False,
+        "SHRINK": rows is not None,
+        "CHUNK": chunk,
+        "CHUNKS": chunks,
+    }
+    if few:
+        sizes = narrow_rows.product_arguments(width, sizes["SHARE"], columns)
+        narrow_rows._narrow_product[grid](x, *given, **counts, **sizes, **_launch(dependent))
+    else:
+        _product_rows[grid](x, raw, *given, **counts, **sizes)
     return RowProduct(planes, layer, part, pieces)
 
 
@@ -641,7 +690,16 @@ def gate_up_rows(
     wide = rows is not None and rows.kind == _WIDE_KIND
     raw = torch.empty_like(acts) if wide else acts
     table, sites = _patch_arguments(rows, x)
-    tiles = triton.cdiv(count, ROWS) * triton.cdiv(inner, size.columns)
+    row_tiles = triton.cdiv(count, ROWS)
+    tiles = row_tiles * triton.cdiv(inner, size.columns)
+    if narrow_rows.fits_product(rows, x, weight, width, both=True):
+        columns = narrow_rows.columns_of(triton.cdiv(inner, 32))
+        narrow_rows._narrow_gate_up[(row_tiles * triton.cdiv(inner, columns),)](
+            x, weight, acts, table, terms, count, sites, _room(rows), site_of(layer, "gate"),
+            INNER=inner, EXPAND=rows is not None, **narrow_rows.tile_arguments(width, columns),
+            **_launch(dependent),
+        )  # fmt: skip
+        return acts, acts
     given = _tile_arguments(weight, (inner,), width, size, rows, dependent)
     if wide:
         # two tiles of fp32: fewer ranks at a time, and the registers of more warps

@@ -57,6 +57,7 @@ from coterie.models.build.device_moe import (
     add_experts,
     cut_shared,
     layer_pool,
+    layer_share,
     new_choices,
     new_scratch,
     pair_rows,
@@ -73,7 +74,7 @@ if TYPE_CHECKING:
     from coterie.kernels.triton.expert_groups import ExpertScratch
     from coterie.models.build.layers import EmbeddingAndHead
     from coterie.models.build.moe import MoeLayer
-    from coterie.moe.runtime.resident import ResidentPool
+    from coterie.moe.runtime.device_pool import DevicePool
 
 
 # decoding rows of one step whose attention is one kernel
@@ -82,8 +83,8 @@ MAX_ROWS = 512
 FEW_ROWS = 8
 # decoding rows with adapters up to which the products of `row_products` are faster than torch's
 ADAPTED_ROWS = 64
-# the same without adapters, of dense models. Measured on an H200, us of a step: 32 rows of SmolLM2
-# 754 instead of 915, of Qwen3-0.6B 1,348 instead of 1,614; 64 rows 1,742 instead of 1,724
+# the same without adapters, of dense models. Measured on an H200, us of a step: 64 rows of SmolLM2
+# 774 instead of 957, of Qwen3-0.6B 1,482 instead of 1,569; not yet measured of wider models
 OWN_ROWS = 32
 # from so many rows on, attention's product adds to the residual itself. Measured on an H200, us
 # with the norm behind it: 8,192 rows of 4096 x 2048 189 instead of 203, 2,048 rows 51 instead of 52
@@ -161,7 +162,7 @@ class DeviceDecoder:
             and all(_plain(layer) for layer in moe_layers)
         )
 
-    def takes(self, batch: AttentionBatch, pool: ResidentPool | None) -> bool:
+    def takes(self, batch: AttentionBatch, pool: DevicePool | None) -> bool:
         """Whether this step can run here: all experts on the device, and adapters that the kernels
         support."""
         if pool is None and self._moe:
@@ -180,7 +181,7 @@ class DeviceDecoder:
         batch: AttentionBatch,
         kv: Sequence[Tensor],
         rows: Tensor,
-        pool: ResidentPool | None,
+        pool: DevicePool | None,
     ) -> tuple[Tensor, Tensor | None]:
         """fp32 logits of `rows`, and the gates' choices int32 [layers, T, K], if there are
         experts."""
@@ -212,7 +213,7 @@ class DeviceDecoder:
         hidden: Tensor,
         batch: AttentionBatch,
         kv: Sequence[Tensor],
-        pool: ResidentPool | None,
+        pool: DevicePool | None,
         routed: Tensor | None,
     ) -> Tensor:
         """All rows behind the last norm. Each layer ends with the norm of the next."""
@@ -235,7 +236,7 @@ class DeviceDecoder:
         hidden: Tensor,
         mixed: Tensor,
         patches: tuple[Segment, ...],
-        pool: ResidentPool | None,
+        pool: DevicePool | None,
         routed: Tensor | None,
         experts: ExpertScratch | None,
     ) -> Tensor:
@@ -265,7 +266,7 @@ class DeviceDecoder:
         hidden, qkv, mixed, normed = (like.new_zeros((rows, columns)) for columns in parts)
         return PieceBuffers(hidden, qkv, mixed, normed, new_choices(layers, rows, device))
 
-    def run_piece(self, index: int, buffers: PieceBuffers, pool: ResidentPool) -> None:
+    def run_piece(self, index: int, buffers: PieceBuffers, pool: DevicePool) -> None:
         """What lies between the attention of layer `index` - 1 and of layer `index`."""
         hidden, routed = buffers.hidden, buffers.routed
         if index == 0:
@@ -318,7 +319,7 @@ class DeviceDecoder:
         normed: Tensor,
         hidden: Tensor,
         index: int,
-        pool: ResidentPool,
+        pool: DevicePool,
         routed: Tensor,
         scratch: ExpertScratch | None,
         norm: RowNorm | None = None,
@@ -329,11 +330,14 @@ class DeviceDecoder:
         logits = _wide_product(normed, self._gates[index])
         penalty = moe.gate.penalty(hidden.device)
         expert_gemv.choose(logits, moe.gate.rule, penalty, own.places, chosen)
+        share = layer_share(pool, row, len(normed))
         if not isinstance(moe.shared, GatedMlp):
-            add_experts(normed, chosen, own, hidden, scratch, pool.slot_bytes, norm)
+            with pool.layer(row):
+                add_experts(normed, chosen, own, hidden, scratch, pool.slot_bytes, norm, share)
             return
         delta = moe.shared.down(silu_mul(moe.shared.gate_up(normed)))
-        add_experts(normed, chosen, own, hidden, scratch, pool.slot_bytes)
+        with pool.layer(row):
+            add_experts(normed, chosen, own, hidden, scratch, pool.slot_bytes, share=share)
         if norm is None:
             hidden.add_(delta)
         else:
@@ -344,7 +348,7 @@ class DeviceDecoder:
         hidden: Tensor,
         batch: AttentionBatch,
         kv: Sequence[Tensor],
-        pool: ResidentPool | None,
+        pool: DevicePool | None,
         routed: Tensor | None,
         rows: PatchRows,
         rest: tuple[Segment, ...],
@@ -387,7 +391,7 @@ class DeviceDecoder:
         hidden: Tensor,
         batch: AttentionBatch,
         kv: Sequence[Tensor],
-        pool: ResidentPool | None,
+        pool: DevicePool | None,
         routed: Tensor | None,
         rows: PatchRows | None,
     ) -> Tensor:
@@ -454,7 +458,7 @@ class DeviceDecoder:
         x: Tensor,
         batch: AttentionBatch,
         kv: Sequence[Tensor],
-        pool: ResidentPool | None,
+        pool: DevicePool | None,
         routed: Tensor | None,
     ) -> Tensor:
         """x after all layers."""
@@ -507,7 +511,7 @@ class DeviceDecoder:
         x: Tensor,
         batch: AttentionBatch,
         kv: Sequence[Tensor],
-        pool: ResidentPool | None,
+        pool: DevicePool | None,
         routed: Tensor | None,
         rows: PatchRows,
     ) -> Tensor:
@@ -564,7 +568,7 @@ class DeviceDecoder:
         gemv.norm_product(x, self._norm, eps, self._head, logits, size, None, early)
         return logits
 
-    def _experts(self, x: Tensor, index: int, pool: ResidentPool, routed: Tensor) -> None:
+    def _experts(self, x: Tensor, index: int, pool: DevicePool, routed: Tensor) -> None:
         row, layer = self._moe[index]
         own = layer_pool(pool, row, index)
         rule, penalty, early = layer.gate.rule, layer.gate.penalty(x.device), self.dependent
@@ -577,19 +581,27 @@ class DeviceDecoder:
             self._gate_scratch, chosen, early,
         )  # fmt: skip
         sizes, inner = pair_sizes(own.record), own.record.intermediate
+        share, taken = layer_share(pool, row, len(x)), None
+        if share is not None:
+            norm = layer.norm, chosen.norms
+            taken = share.ring(x, routed[row], chosen.weights, norm, early)
         chosen = both or chosen
         acts = torch.empty((chosen.places.numel(), inner), dtype=x.dtype, device=x.device)
-        expert_gemv.pair_gate_up(x, chosen, own, acts, sizes, layer.norm, early)
+        expert_gemv.pair_gate_up(x, chosen, own, acts, sizes, layer.norm, early, taken)
         if both is not None or index not in self._shared:
-            expert_gemv.pair_down(acts, chosen, own, x, sizes, dependent=early)
+            expert_gemv.pair_down(acts, chosen, own, x, sizes, dependent=early, taken=taken)
+            if share is not None:
+                share.add(x, early)
             return
         # both read x before one of them changes it
         gate_up, down = self._shared[index]
         inside = torch.empty((1, down.width), dtype=x.dtype, device=x.device)
         size = gemv_size(gate_up)
         gemv.norm_gate_up(x, layer.norm, self._shape.eps, gate_up, inside, size, early)
-        expert_gemv.pair_down(acts, chosen, own, x, sizes, dependent=early)
+        expert_gemv.pair_down(acts, chosen, own, x, sizes, dependent=early, taken=taken)
         gemv.product_add(inside, down, x, gemv_size(down), early)
+        if share is not None:
+            share.add(x, early)
 
     def _with_shared(
         self, index: int, own: expert_gemv.ExpertPool
@@ -620,7 +632,7 @@ def _decodes(batch: AttentionBatch) -> bool:
 
 
 def _scratch_of(
-    pool: ResidentPool | None, routed: Tensor | None, hidden: Tensor
+    pool: DevicePool | None, routed: Tensor | None, hidden: Tensor
 ) -> ExpertScratch | None:
     return None if pool is None or routed is None else new_scratch(routed[0], pool, hidden)
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from coterie.kernels.decoder import DecoderLayer, DecoderShape
     from coterie.models.build.layers import EmbeddingAndHead
     from coterie.models.build.moe import MoeLayer
-    from coterie.moe.runtime.resident import ResidentPool
+    from coterie.moe.runtime.device_pool import DevicePool
 
 # in the order of their speed: the third supports two widths, the last any
 _BACKENDS = [
@@ -89,7 +89,7 @@ class LatentDecoder(DeviceDecoder):
         )
         return dense and DeviceDecoder.fits(shape, layers, moe_layers, head)
 
-    def takes(self, batch: AttentionBatch, pool: ResidentPool | None) -> bool:
+    def takes(self, batch: AttentionBatch, pool: DevicePool | None) -> bool:
         plain = not batch.patches and batch.patch_rows is None
         return plain and super().takes(batch, pool)
 

@@ -8,6 +8,7 @@ only where triton is installed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,20 +18,25 @@ from coterie.kernels.device_record import UNIT_BYTES
 from coterie.kernels.expert_gate import ExpertGate, choose_in_place
 from coterie.kernels.linear import ReferenceLinear
 from coterie.kernels.triton import expert_gemv as kernels
+from coterie.kernels.triton.cpu_share import await_cpu, ring
 from coterie.kernels.triton.expert_groups import ExpertScratch, run_experts_many
 from coterie.kernels.triton.expert_tiles import RowNorm
 from coterie.kernels.triton.layers import add_norm
 from coterie.kernels.triton.sizes import launches_early, pair_sizes
+from coterie.moe.runtime.cpu_share import LIMIT_NS
 
 if TYPE_CHECKING:
     from coterie.kernels.batch import AttentionBatch
     from coterie.kernels.device_record import DeviceRecord
     from coterie.models.build.layers import GatedMlp
     from coterie.models.build.moe import Backbone, MoeLayer
-    from coterie.moe.runtime.resident import ResidentPool
+    from coterie.moe.runtime.cpu_share import CpuShare
+    from coterie.moe.runtime.device_pool import DevicePool
 
 # by precision: up to this many rows each (row, expert) pair has its own products
 PAIR_ROWS = {"fp32": 4, "bf16": 4, "int8": 8, "int4": 16}
+# the same where experts are read over the link, which carries one that two rows share for each
+LINK_PAIR_ROWS = 2
 
 
 class DeviceMoeStack:
@@ -38,7 +44,7 @@ class DeviceMoeStack:
         self._backbone, self._layers, self._num_layers = backbone, layers, num_layers
 
     def run(
-        self, hidden: Tensor, kv: Sequence[Tensor], batch: AttentionBatch, pool: ResidentPool
+        self, hidden: Tensor, kv: Sequence[Tensor], batch: AttentionBatch, pool: DevicePool
     ) -> tuple[Tensor, Tensor]:
         """hidden [T, D] after the stack, and the gates' choices: int32 [layers, T, K]."""
         routed = new_choices(self._layers, len(hidden), hidden.device)
@@ -50,7 +56,9 @@ class DeviceMoeStack:
             own, chosen = layer_pool(pool, row, layer.index), routed_rows(routed[row])
             _choose(rows, layer.gate, own.places, chosen)
             out = torch.zeros_like(rows)
-            add_experts(rows, chosen, own, out, scratch, pool.slot_bytes)
+            share = layer_share(pool, row, len(rows))
+            with pool.layer(row):
+                add_experts(rows, chosen, own, out, scratch, pool.slot_bytes, share=share)
             if layer.shared is not None:
                 out = out + layer.shared(rows, batch.patches)
             hidden = layer.after(hidden, out)
@@ -66,8 +74,49 @@ def new_choices(layers: Sequence[MoeLayer], rows: int, device: torch.device) -> 
     return torch.empty(shape, dtype=torch.int32, device=device)
 
 
-def layer_pool(pool: ResidentPool, row: int, layer: int) -> kernels.ExpertPool:
+def layer_pool(pool: DevicePool, row: int, layer: int) -> kernels.ExpertPool:
     return kernels.ExpertPool(pool.arena, pool.places[row], pool.records[layer])
+
+
+class LayerShare:
+    """One layer of a step whose experts the CPU computes in part."""
+
+    def __init__(self, share: CpuShare, row: int, tiers: Tensor) -> None:
+        self._share, self._row, self._tiers = share, row, tiers
+
+    def ring(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        norm: tuple[Tensor, Tensor] | None = None,
+        dependent: bool = False,
+    ) -> Tensor:
+        """What the CPU takes of each pair. Arguments: see `cpu_share.ring`."""
+        taken, inner = self._share.room(tuple(weights.shape)), self._share.record.intermediate
+        state = self._share.state
+        ring(x, ids, weights, self._tiers, self._row, inner, state, taken, norm, dependent)
+        return taken
+
+    def ring_whole(self, x: Tensor, routed: kernels.RoutedRows) -> kernels.RoutedRows:
+        """The choices that are left to the device when the CPU has taken whole experts."""
+        left = torch.empty_like(routed.ids)
+        inner, state = self._share.record.intermediate, self._share.state
+        own = self._tiers, self._row, inner, state, left
+        ring(x, routed.ids, routed.weights, *own, whole=True)
+        return replace(routed, ids=left)
+
+    def add(self, hidden: Tensor, dependent: bool = False) -> None:
+        """hidden += the CPU's part."""
+        await_cpu(hidden, self._share.state, LIMIT_NS, dependent)
+
+
+def layer_share(pool: DevicePool, row: int, rows: int) -> LayerShare | None:
+    """For layer number `row` of a step with so many rows; None: the CPU gets nothing."""
+    share = pool.share
+    if share is None or rows > share.max_rows:
+        return None
+    return LayerShare(share, row, pool.tiers[row])
 
 
 def routed_rows(ids: Tensor) -> kernels.RoutedRows:
@@ -81,9 +130,10 @@ def routed_rows(ids: Tensor) -> kernels.RoutedRows:
     )
 
 
-def pair_rows(pool: ResidentPool) -> int:
+def pair_rows(pool: DevicePool) -> int:
     """Up to this many rows each (row, expert) pair has its own products."""
-    return min(PAIR_ROWS[record.kind] for record in pool.records.values())
+    most = min(PAIR_ROWS[record.kind] for record in pool.records.values())
+    return most if pool.bank is None else min(most, LINK_PAIR_ROWS)
 
 
 def cut_shared(shared: GatedMlp, record: DeviceRecord) -> Tensor | None:
@@ -116,11 +166,11 @@ def with_shared(own: kernels.ExpertPool, top_k: int, cut: Tensor) -> kernels.Rou
     return found
 
 
-def new_scratch(ids: Tensor, pool: ResidentPool, hidden: Tensor) -> ExpertScratch | None:
+def new_scratch(ids: Tensor, pool: DevicePool, hidden: Tensor) -> ExpertScratch | None:
     """What all layers of a step share, where its rows are too many for products by pair."""
     rows, top_k = ids.shape
     largest = max(pool.records.values(), key=lambda record: record.intermediate)
-    if rows <= PAIR_ROWS[largest.kind]:
+    if rows <= pair_rows(pool):
         return None
     experts = pool.places.shape[1]
     return ExpertScratch.empty(rows, top_k, experts, largest, hidden.dtype, hidden.device)
@@ -132,19 +182,31 @@ def add_experts(
     pool: kernels.ExpertPool,
     hidden: Tensor,
     scratch: ExpertScratch | None,
-    slot_bytes: int,
+    slot_bytes: int | None,
     norm: RowNorm | None = None,
+    share: LayerShare | None = None,
 ) -> None:
     """hidden += the weighted sum of the experts of each row of x, which is normed; then the norm of
-    hidden, if given."""
+    hidden, if given. With `share` the CPU computes a part."""
     early = launches_early(x.device)
     if scratch is not None:
-        run_experts_many(x, routed, pool, hidden, scratch, slot_bytes, dependent=early, norm=norm)
+        own = norm if share is None else None
+        left = routed if share is None else share.ring_whole(x, routed)
+        run_experts_many(x, left, pool, hidden, scratch, slot_bytes, dependent=early, norm=own)
+        if share is not None:
+            share.add(hidden)
+            if norm is not None:
+                add_norm(hidden, None, norm.weight, norm.eps, norm.out)
         return
     sizes, inner = pair_sizes(pool.record), pool.record.intermediate
     acts = torch.empty((routed.ids.numel(), inner), dtype=x.dtype, device=x.device)
-    kernels.pair_gate_up(x, routed, pool, acts, sizes, dependent=early)
-    kernels.pair_down(acts, routed, pool, hidden, sizes, dependent=early)
+    taken = None
+    if share is not None:
+        taken = share.ring(x, routed.ids, routed.weights, dependent=early)
+    kernels.pair_gate_up(x, routed, pool, acts, sizes, dependent=early, taken=taken)
+    kernels.pair_down(acts, routed, pool, hidden, sizes, dependent=early, taken=taken)
+    if share is not None:
+        share.add(hidden, early)
     if norm is not None:
         add_norm(hidden, None, norm.weight, norm.eps, norm.out)
 

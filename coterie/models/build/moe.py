@@ -21,6 +21,7 @@ from coterie.core.errors import WeightsError
 from coterie.kernels.batch import AttentionBatch, split_batch
 from coterie.kernels.cpu import abi
 from coterie.kernels.cpu.expert_mlp import expert_shape
+from coterie.moe.runtime.device_pool import IN_ARENA
 from coterie.moe.runtime.resident import StepDemands, count_demands
 from coterie.moe.runtime.step import ExpertStep
 from coterie.moe.store.base import ExpertGeometry
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from coterie.kernels.expert_gate import ExpertGate
     from coterie.kernels.patch import Segment
     from coterie.models.spec import MoeSpec
-    from coterie.moe.runtime.resident import ResidentExperts, ResidentPool
+    from coterie.moe.runtime.device_pool import DevicePool, ResidentExperts
     from coterie.moe.store.base import ExpertGeometry, ExpertStore
     from coterie.weights.checkpoint import Checkpoint
 
@@ -42,7 +43,7 @@ Backbone = Callable[[Tensor, Sequence[Tensor], AttentionBatch, int, int], Tensor
 # (hidden, caches, batch, all experts) -> hidden after all layers, and the gates' choices int32
 # [layers, T, K]; waits for nothing
 DeviceRun = Callable[
-    [Tensor, Sequence[Tensor], AttentionBatch, "ResidentPool"], tuple[Tensor, Tensor]
+    [Tensor, Sequence[Tensor], AttentionBatch, "DevicePool"], tuple[Tensor, Tensor]
 ]
 
 # rows that run through a group of layers together
@@ -59,7 +60,9 @@ class MoeExperts(Protocol):
         """Whether a call of `hint` is useful now."""
 
     def resident(self, phase: str) -> ResidentExperts | None: ...
-    def resident_pool(self) -> ResidentPool | None: ...
+    def device_pool(self) -> DevicePool | None: ...
+    def prompt_pool(self, rows: int) -> DevicePool | None: ...
+    def launched(self, copies: bool) -> None: ...
     def record_device_step(
         self, found: ResidentExperts, demands: StepDemands, s: float
     ) -> None: ...
@@ -72,6 +75,11 @@ class MoeExperts(Protocol):
     def hint(self, layer: int, predicted: Tensor) -> None: ...
     def end_step(self) -> tuple[MoeUsage, list[MoeUsage]]: ...
     def update(self) -> tuple[int, int]: ...
+
+    @property
+    def moves_beside_steps(self) -> bool:
+        """Whether `update` may be called while a step is in flight."""
+
     def report(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
@@ -104,6 +112,8 @@ class MoeStack:
         self._fused, self._on_device = fused, on_device
         # the last step, if it was enqueued on the device and nobody has asked for its costs
         self._launched: DeviceStep | None = None
+        # when the costs of such a step were last collected
+        self._collected_s = 0.0
         self._backbone, self._layers, self._num_layers = backbone, layers, num_layers
         self._places = {layer.index: place for place, layer in enumerate(layers)}
         self.experts = experts
@@ -114,11 +124,14 @@ class MoeStack:
             _mask(layer, experts.geometry)
 
     def __call__(
-        self, hidden: Tensor, kv: Sequence[Tensor], batch: AttentionBatch
+        self,
+        hidden: Tensor,
+        kv: Sequence[Tensor],
+        batch: AttentionBatch,
+        pool: DevicePool | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden after the stack; and, of a step whose experts are all on the device, the gates'
-        choices int32 [layers, T, K]."""
-        pool = self.pool
+        """hidden after the stack; and, of a step whose experts the device finds in `pool`, the
+        gates' choices int32 [layers, T, K]."""
         if self._on_device is not None and pool is not None:
             hidden, routed = self._on_device(hidden, kv, batch, pool)
             self.ran_on_device(routed, batch, pool)
@@ -176,16 +189,26 @@ class MoeStack:
         return hidden
 
     @property
-    def pool(self) -> ResidentPool | None:
+    def pool(self) -> DevicePool | None:
         """All experts on the device; None while a step must run layer by layer."""
-        return self.experts.resident_pool() if self._on_device is not None else None
+        return self.experts.device_pool() if self._on_device is not None else None
 
-    def ran_on_device(self, routed: Tensor, batch: AttentionBatch, pool: ResidentPool) -> None:
+    def prompt_pool(self, batch: AttentionBatch) -> DevicePool | None:
+        """For a step with a prompt that has what is missing copied ahead of it; call this once."""
+        rows = len(batch.positions)
+        if self._on_device is None or batch.phase == "decode" or rows == len(batch.context_lens):
+            return None
+        return self.experts.prompt_pool(rows)
+
+    def ran_on_device(self, routed: Tensor, batch: AttentionBatch, pool: DevicePool) -> None:
         """A step was enqueued whose gates write their choices to `routed` [layers, T, K]. While a
         step is captured nothing is counted: the caller counts every replay."""
         if routed.is_cuda and torch.cuda.is_current_stream_capturing():
             return
+        if pool.share is not None:
+            pool.share.wake()
         self._launched = DeviceStep(routed, batch, pool)
+        self.experts.launched(copies=pool.stream is not None)
 
     def launched_usage(self) -> Callable[[], tuple[MoeUsage, list[MoeUsage]]] | None:
         """Where the last step only was enqueued: what waits for it and returns its costs."""
@@ -195,7 +218,9 @@ class MoeStack:
         return partial(self._collect_usage, step)
 
     def _collect_usage(self, step: DeviceStep) -> tuple[MoeUsage, list[MoeUsage]]:
-        demands, seconds = step.collect()
+        # a step that was launched ahead waits for the one before it
+        demands, seconds = step.collect(self._collected_s)
+        self._collected_s = time.perf_counter()
         self.experts.record_device_step(step.pool.experts, demands, seconds)
         return self.take_usage()
 
@@ -213,8 +238,8 @@ _COUNTED_ON_HOST = 64
 class DeviceStep:
     """The choices of a step's gates on their way to the host."""
 
-    def __init__(self, routed: Tensor, batch: AttentionBatch, pool: ResidentPool) -> None:
-        self.pool = pool
+    def __init__(self, routed: Tensor, batch: AttentionBatch, pool: DevicePool) -> None:
+        self.pool, self._phase = pool, batch.phase
         self._started = time.perf_counter()
         self._sequences, rows = len(batch.context_lens), len(batch.positions)
         self._own = rows == self._sequences
@@ -229,28 +254,33 @@ class DeviceStep:
         self._copied = torch.cuda.current_stream(sent.device).record_event()
 
     def _count(self, routed: Tensor, batch: AttentionBatch) -> Tensor:
-        """Rows per layer and expert; then, unless there is one sequence or each row is one, the
-        experts that each sequence uses in each layer."""
+        """Rows per layer and expert; then, unless that is known, the experts that each sequence
+        uses in each layer, and those of them that are in slots."""
         experts, device = self.pool.places.shape[1], routed.device
         layers, rows, top_k = routed.shape
         flat = routed.reshape(layers, -1).long()
         ones = torch.ones_like(flat, dtype=torch.int32)
         counts = torch.zeros((layers, experts), dtype=torch.int32, device=device)
         counts.scatter_add_(1, flat, ones)
-        if self._own or self._sequences == 1:
+        if self._sequences == 1 or (self._own and self.pool.bank is None):
             return counts.view(-1)
         numbers = torch.arange(rows, device=device)
         owners = torch.searchsorted(batch.query_starts[1:].long(), numbers, right=True)
         place = owners.repeat_interleave(top_k)[None, :] * experts + flat
         used = torch.zeros((layers, self._sequences * experts), dtype=torch.int32, device=device)
         used.scatter_(1, place, 1)
-        each = used.view(layers, self._sequences, experts).sum(2, dtype=torch.int32)
-        return torch.cat((counts.view(-1), each.view(-1)))
+        each = used.view(layers, self._sequences, experts)
+        here = each * (self.pool.tiers == IN_ARENA).int()[:, None, :]
+        both = torch.stack((each.sum(2, dtype=torch.int32), here.sum(2, dtype=torch.int32)))
+        return torch.cat((counts.view(-1), both.view(-1)))
 
-    def collect(self) -> tuple[StepDemands, float]:
-        """Waits for the step. Returns what it used, and the seconds since it was enqueued."""
+    def collect(self, since_s: float = 0.0) -> tuple[StepDemands, float]:
+        """Waits for the step. Returns what it used, and the seconds since it was enqueued, or
+        since `since_s` if that is later."""
         self._copied.synchronize()
-        seconds = time.perf_counter() - self._started
+        if self.pool.share is not None:
+            self.pool.share.check()
+        seconds = time.perf_counter() - max(self._started, since_s)
         layers, _, top_k = self._shape
         experts = self.pool.places.shape[1]
         arrived = self._arrived.numpy()
@@ -259,13 +289,16 @@ class DeviceStep:
         else:
             rows = count_demands(arrived.reshape(self._shape), experts)
         if self._sequences == 1:
-            return StepDemands(rows, None), seconds
-        if self._own:
-            used = np.full((self._sequences, layers), top_k)
-        else:
-            used = arrived[layers * experts :].reshape(layers, -1).T
-        # all experts are in slots
-        return StepDemands(rows, np.stack((used, used), axis=2).astype(np.int64)), seconds
+            return StepDemands(rows, None, self._phase), seconds
+        both = np.full((self._sequences, layers, 2), top_k)
+        if self.pool.bank is not None or not self._own:
+            if self._is_counted:
+                both = arrived[layers * experts :].reshape(2, layers, -1).T.astype(np.int64)
+            else:
+                # each row is a sequence
+                ids, layer = arrived.reshape(self._shape), np.arange(layers)[:, None, None]
+                both[..., 1] = self.pool.experts.on_device[layer, ids].sum(axis=2).T
+        return StepDemands(rows, both, self._phase), seconds
 
 
 def _mask(layer: MoeLayer, geometry: ExpertGeometry) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from coterie.kernels.batch import AttentionBatch
     from coterie.models.build.cuda_graph import DecodeGraphs, StepOutput
     from coterie.models.spec import ModelSpec
-    from coterie.moe.runtime.resident import ResidentPool
+    from coterie.moe.runtime.device_pool import DevicePool
 
 # rows of captured steps; those of a part of a prompt (2,048) beside up to 128 or 256 decoding rows.
 # The device takes longer for larger steps than the host does.
@@ -68,9 +68,9 @@ class PieceRunner(Protocol):
 
     def new_buffers(self, rows: int) -> PieceBuffers: ...
 
-    def run_piece(self, index: int, buffers: PieceBuffers, pool: ResidentPool) -> None: ...
+    def run_piece(self, index: int, buffers: PieceBuffers, pool: DevicePool) -> None: ...
 
-    def takes(self, batch: AttentionBatch, pool: ResidentPool | None) -> bool: ...
+    def takes(self, batch: AttentionBatch, pool: DevicePool | None) -> bool: ...
 
     def embed(self, token_ids: Tensor) -> Tensor: ...
 
@@ -97,7 +97,7 @@ class PieceGraphs:
         # by number of rows; None: seen once
         self._captured: dict[int, CapturedPieces | None] = {}
 
-    def prepare(self, longest: int, pool: ResidentPool) -> None:
+    def prepare(self, longest: int, pool: DevicePool) -> None:
         """Capture the sizes of steps of up to `longest` rows."""
         for size in piece_sizes(self._spec, longest):
             self._find(size.rows, pool)
@@ -108,7 +108,7 @@ class PieceGraphs:
         batch: AttentionBatch,
         kv: Sequence[Tensor],
         rows: Tensor,
-        pool: ResidentPool,
+        pool: DevicePool,
     ) -> StepOutput | None:
         """The output, with choices that are valid until the next captured step; None when it must
         run eagerly."""
@@ -135,7 +135,7 @@ class PieceGraphs:
         last()
         return decoder.logits(own.normed[rows]), own.routed
 
-    def _find(self, size: int, pool: ResidentPool) -> CapturedPieces | None:
+    def _find(self, size: int, pool: DevicePool) -> CapturedPieces | None:
         """Captured now, if there is room and it was not before."""
         if self._captured.get(size) is None:
             memory = self._graphs.memory
@@ -145,7 +145,7 @@ class PieceGraphs:
                 self._captured[size] = self._capture(size, pool)
         return self._captured.get(size)
 
-    def _capture(self, size: int, pool: ResidentPool) -> CapturedPieces:
+    def _capture(self, size: int, pool: DevicePool) -> CapturedPieces:
         if self._buffers is None:
             self._buffers = self._decoder.new_buffers(ROWS[-1])
         buffers = self._buffers.first(size)

@@ -58,7 +58,8 @@ class ChatTemplate:
         values["messages"] = [_plain(message) for message in messages]
         token = current_budget.set(TemplateBudget())
         try:
-            return _joined(template.generate(**values))
+            # as `generate`, without what it does to an error's traceback
+            return _joined(template.root_render_func(template.new_context(values)))
         except TemplateRefusal as error:
             raise InvalidRequest(
                 f"{self.whose} refuses this conversation: {error}", param="messages"
@@ -187,6 +188,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and type(left) is str and type(right) is str:
+            # almost every step of a template
+            pay_for(len(left) + len(right))
+            return left + right
         if operator == "*":
             check_product(left, right)
         elif operator == "**":
@@ -354,7 +359,7 @@ def pay_for(size: int) -> None:
     """Charge a text or list of that size before it is built."""
     if size > MAX_TEXT_CHARS:
         raise SecurityError("it builds a value that is too large")
-    charge(1 + size // _CHARS_PER_STEP)
+    current_budget.get().charge(1 + size // _CHARS_PER_STEP)
 
 
 def counted(value: Iterable[Any]) -> Iterator[Any]:

@@ -164,7 +164,8 @@ class Tokenizer:
                 param="chat_template_kwargs",
             )
         messages, tools = turns_of(chat, support)
-        options = {**chat.template_kwargs, "add_generation_prompt": chat.add_generation_prompt}
+        given = {**chat.template_defaults, **chat.template_kwargs}
+        options = {**given, "add_generation_prompt": chat.add_generation_prompt}
         if tools is not None:
             options["tools"] = tools
         is_open = not (chat.add_generation_prompt or chat.closes_last)

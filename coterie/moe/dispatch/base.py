@@ -82,6 +82,9 @@ class StrategyContext:
     host_can_run: bool = True
     # where an expert runs must not depend on times measured during the run
     deterministic: bool = False
+    # the device reads an expert that is in no slot over the link, in about the time of its upload:
+    # nothing has to be moved to run, and an upload only serves later steps
+    in_place: bool = False
     # the N of `NAME:N`, for a strategy that takes a number
     number: int = 0
     # another strategy serves the other phase, with the same slots
@@ -99,6 +102,8 @@ class Strategy:
     # may be written `NAME:N`; without `:N`, N is `default_number`
     takes_number: ClassVar[bool] = False
     default_number: ClassVar[int] = 1
+    # loads experts that are in slots already, by its definition
+    loads_again: ClassVar[bool] = False
     # the strategy that decodes when a user gives this name alone; empty = this one
     decodes_as: ClassVar[str] = ""
 
@@ -122,6 +127,13 @@ class Strategy:
     def decide(self, demand: Demand) -> Sequence[Wave]:
         """Place the demanded experts. Called once per MoE layer and step, in layer order."""
         raise TypeError(f"{self.name} does not decide")
+
+    def decide_behind(
+        self, rows: npt.NDArray[np.int64], phase: str
+    ) -> tuple[tuple[Key, int], ...] | None:
+        """Behind a step that read misses in place and used experts so often, [layers, experts]:
+        what to load for later steps. None: `decide` is to be called for every layer."""
+        return None
 
     def settled(self) -> bool:
         """Whether no further decision of this strategy can move an expert. (`update` still may,

@@ -13,6 +13,7 @@ from coterie.moe.dispatch.base import Demand, Strategy, Wave
 
 class Chunked(Strategy):
     name = "chunked"
+    loads_again = True
 
     def settled(self) -> bool:
         return False

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from coterie.core.errors import ConfigError
 from coterie.moe.planner.machine import load
 from coterie.moe.planner.measure import ComputeTarget, ensure_measured, identity, profile_name
 from coterie.moe.planner.plan import PlanCase, PlanChoice, PlannedModel, choose, divisions
 from coterie.moe.planner.workload import assumed_workload, workload_from_heatmap
 from coterie.moe.runtime.budget import AUTO_SHARE
-from coterie.moe.runtime.setup import needs_of, sizes_of
+from coterie.moe.runtime.setup import allocation_for, needs_of, reads_in_place, sizes_of
 
 if TYPE_CHECKING:
     from coterie.core.moe import MoeSettings
@@ -30,6 +31,9 @@ def chooser(store: ExpertStore, settings: MoeSettings, site: PlacementContext) -
     unmoved = unmoved_strategy(store, settings, site)
     if unmoved is not None:
         return replace(settings, strategy=unmoved)
+    in_place = replace(settings, strategy="adaptive")
+    if _is_read_in_place(store, in_place, site):
+        return in_place
     best = choice(store, settings, site)
     return replace(
         settings,
@@ -37,6 +41,14 @@ def chooser(store: ExpertStore, settings: MoeSettings, site: PlacementContext) -
         device_budget=best.device_budget,
         host_budget=best.host_budget,
     )
+
+
+def _is_read_in_place(store: ExpertStore, settings: MoeSettings, site: PlacementContext) -> bool:
+    """Whether a GPU reads misses from RAM: adaptive moves no more there than pays."""
+    try:
+        return reads_in_place(store, settings, site, allocation_for(store, settings, site))
+    except ConfigError:
+        return False
 
 
 def unmoved_strategy(

@@ -33,8 +33,8 @@ from coterie.moe.planner.machine import (
     RecordProfile,
     TransferCost,
 )
+from coterie.moe.runtime.device_pool import ResidentExperts
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.runtime.resident import ResidentExperts
 from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
 from coterie.moe.runtime.step import ExpertStep
 from coterie.moe.runtime.transfer import DEPTH

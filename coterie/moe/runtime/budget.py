@@ -80,16 +80,34 @@ def size_tiers(settings: MoeSettings, sizes: ExpertSizes, needs: TierNeeds) -> T
 def graph_room(
     settings: MoeSettings, sizes: ExpertSizes, needs: TierNeeds, graph_bytes: int
 ) -> int:
-    """What captured graphs take from the device's budget: nothing where not all experts fit beside
-    them, as steps are captured only when all of them are on the device."""
+    """What captured graphs take from the device's budget: nothing where they would displace the
+    last experts, or where a step reads experts from disk and cannot be captured."""
     if not graph_bytes or needs.one_memory:
         return 0
     whole = replace(needs, device=True, host=False, graph_bytes=graph_bytes)
     try:
         slots = size_tiers(settings, sizes, whole)
+        alone = size_tiers(settings, sizes, replace(whole, graph_bytes=0))
     except ConfigError:
         return 0
-    return graph_bytes if slots.device >= sizes.total else 0
+    if slots.device < sizes.total <= alone.device:
+        return 0
+    beside = slots.host >= sizes.total and fits_bank(settings, sizes, needs)
+    return graph_bytes if slots.device >= sizes.total or beside else 0
+
+
+def fits_bank(settings: MoeSettings, sizes: ExpertSizes, needs: TierNeeds) -> bool:
+    """Whether RAM has room for all experts in places of equal size."""
+    return sizes.total * sizes.slot_bytes <= host_room(settings, needs)
+
+
+def with_buffers(settings: MoeSettings, slots: int, buffers: int) -> tuple[int, int]:
+    """Slots, and slots that are buffers for prompts. A share or a number of experts is meant
+    without buffers; bytes are for both, and without a slot left there are no buffers."""
+    text = settings.device_budget
+    if settings.cache_capacity or text.endswith("%") or not (slots or text):
+        return slots, buffers
+    return (slots - buffers, buffers) if slots > buffers else (slots, 0)
 
 
 def in_one_memory(device: int, host: int, total: int) -> TierSlots:
@@ -127,6 +145,14 @@ def _host_slots(settings: MoeSettings, sizes: ExpertSizes, needs: TierNeeds, dev
     if needs.one_memory:
         free -= device * sizes.slot_bytes + needs.kv_bytes
     return max(_fitting(free, sizes), int(needs.host))
+
+
+def host_room(settings: MoeSettings, needs: TierNeeds) -> int:
+    """Bytes of RAM that experts may take beside the device."""
+    text = settings.host_budget
+    if text and not text.endswith("%"):
+        return parse_bytes(text, "host_budget")
+    return int(needs.free_host_bytes * AUTO_SHARE)
 
 
 def _fitting(budget_bytes: int, sizes: ExpertSizes) -> int:

@@ -16,21 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.kernels.cpu.expert_mlp import RecordTable
-from coterie.kernels.device_record import UNIT_BYTES, DeviceRecord, device_record
+from coterie.kernels.device_record import UNIT_BYTES, device_record
+from coterie.moe.runtime.device_pool import DevicePool, ResidentExperts
 from coterie.moe.runtime.usage import UsageTally
 
 if TYPE_CHECKING:
-    from coterie.kernels.expert_layout import ExpertLayout
     from coterie.moe.runtime.setup import RuntimeParts
     from coterie.moe.runtime.usage import UsageTelemetry
-
-
-@dataclass(frozen=True, slots=True)
-class ResidentExperts:
-    tables: Mapping[int, RecordTable]
-    layouts: Mapping[int, ExpertLayout]
-    # [layers, experts]: whether the strategy would run it from a device slot
-    on_device: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +33,8 @@ class StepDemands:
     rows: NDArray[np.int64]
     # [sequences, layers, 2]: demanded experts, and those of them that are in slots; None: not known
     by_sequence: NDArray[np.int64] | None
-
-
-@dataclass(frozen=True, slots=True)
-class ResidentPool:
-    """All experts in slots of a CUDA device, for its kernels."""
-
-    # all slots, and the size of each
-    arena: Tensor
-    slot_bytes: int
-    # int64 [layers, experts] on the device: an expert's place in the arena in units of 16 bytes
-    places: Tensor
-    # by layer
-    records: Mapping[int, DeviceRecord]
-    # for the counts of steps
-    experts: ResidentExperts
+    # "prefill" when any row of the step is prefill, else "decode"
+    phase: str = "decode"
 
 
 class ResidentFinder:
@@ -65,7 +44,7 @@ class ResidentFinder:
         self._parts, self._telemetry = parts, telemetry
         # by phase: `slots.changes` at that time, and the result
         self._found: dict[str, tuple[int, ResidentExperts]] = {}
-        self._pool: tuple[int, ResidentPool] | None = None
+        self._pool: tuple[int, DevicePool] | None = None
         # of every pool: captured steps have its address
         self._places: Tensor | None = None
 
@@ -79,16 +58,16 @@ class ResidentFinder:
             self._found[phase] = now, found
         return found
 
-    def find_pool(self) -> ResidentPool | None:
+    def find_pool(self) -> DevicePool | None:
         """All experts on a CUDA device, once nothing moves any more in any phase."""
         now = self._parts.slots.changes
         if self._pool is None or self._pool[0] != now:
-            found = find_resident_pool(self._parts)
+            found = find_device_pool(self._parts)
             self._pool = None if found is None else (now, self._in_place(found))
         return None if self._pool is None else self._pool[1]
 
     @torch.inference_mode()
-    def _in_place(self, pool: ResidentPool) -> ResidentPool:
+    def _in_place(self, pool: DevicePool) -> DevicePool:
         if self._places is None:
             self._places = pool.places
             return pool
@@ -119,7 +98,7 @@ class ResidentFinder:
             self._telemetry.attribute_resident(demands.by_sequence, seconds)
 
 
-def find_resident_pool(parts: RuntimeParts) -> ResidentPool | None:
+def find_device_pool(parts: RuntimeParts) -> DevicePool | None:
     device, geometry = parts.device, parts.store.geometry
     settled = all(each.settled() for each in parts.strategies.values())
     if device.device.type != "cuda" or not settled or device.pending:
@@ -138,10 +117,11 @@ def find_resident_pool(parts: RuntimeParts) -> ResidentPool | None:
             assert slot is not None
             places[row, expert] = slot * device.slot_bytes // UNIT_BYTES
     mask = np.ones(places.shape, dtype=bool)
-    return ResidentPool(
+    return DevicePool(
         device.arena,
         device.slot_bytes,
         torch.from_numpy(places).to(device.device),
+        torch.zeros(places.shape, dtype=torch.int8, device=device.device),
         known,
         ResidentExperts(device.tables, layouts, mask),
     )

@@ -19,14 +19,10 @@ from torch import Tensor
 
 from coterie.core.errors import InternalError
 from coterie.kernels.cpu.expert_mlp import combine
+from coterie.moe.runtime.banked import BankedExperts
 from coterie.moe.runtime.layer_executor import LayerExecutor, LayerJob
 from coterie.moe.runtime.predict import PredictionTracker
-from coterie.moe.runtime.resident import (
-    ResidentExperts,
-    ResidentFinder,
-    ResidentPool,
-    StepDemands,
-)
+from coterie.moe.runtime.resident import ResidentFinder, StepDemands
 from coterie.moe.runtime.setup import (
     PlacementContext,
     RuntimeParts,
@@ -45,6 +41,7 @@ from coterie.weights.shortage import is_shortage
 if TYPE_CHECKING:
     from coterie.core.moe import MoeSettings, MoeUsage
     from coterie.moe.dispatch.base import Demand, ExpertCosts
+    from coterie.moe.runtime.device_pool import DevicePool, ResidentExperts
     from coterie.moe.runtime.heatmap import Heatmap
     from coterie.moe.runtime.step import ExpertStep
     from coterie.moe.runtime.tiers import ExpertLoad
@@ -69,8 +66,11 @@ class ExpertRuntime:
         self.executor = LayerExecutor(parts.host, parts.device, self._transfer)
         self.telemetry = UsageTelemetry(self.geometry)
         self.predictor = PredictionTracker(parts.predict)
+        self._banked: BankedExperts | None = None
+        if parts.bank is not None:
+            self._banked = BankedExperts(parts, parts.bank, self.telemetry)
         few = 0 < parts.slots.num_slots < self.geometry.total
-        self._uses_hints = few and uses_hints(parts.strategies["decode"])
+        self._uses_hints = few and parts.bank is None and uses_hints(parts.strategies["decode"])
         if not self._uses_hints:
             self.predictor.unused = unused_hints(parts, few)
         # prefetched and not used since; and the next layer's prediction, until this layer has run
@@ -92,6 +92,9 @@ class ExpertRuntime:
 
     def start(self) -> None:
         """Load what strategies need before the first request."""
+        if self._banked is not None:
+            self._banked.start()
+            return
         for strategy in dict.fromkeys(self.parts.strategies.values()):
             for key, slot in strategy.start():
                 self._transfer.start(key, slot, None)
@@ -101,6 +104,8 @@ class ExpertRuntime:
     def run(self, step: ExpertStep) -> Tensor:
         """[T, D]: every row's experts, weighted and summed in top-k order. Call it in inference
         mode."""
+        if self._banked is not None:
+            raise InternalError("experts in the bank are read by the device's kernels only")
         begin = time.perf_counter()
         if self._transfer.failed:
             self._reconcile()
@@ -142,10 +147,24 @@ class ExpertRuntime:
         recording = self.trace is not None or self.spans is not None
         return None if recording else self._resident_finder.find(phase)
 
-    def resident_pool(self) -> ResidentPool | None:
-        """All experts on a CUDA device, if no layer needs a decision, a move or a record."""
+    def device_pool(self) -> DevicePool | None:
+        """All experts where a CUDA device reads them, if no layer needs a decision, a move or a
+        record."""
+        if self._banked is not None:
+            return self._banked.pool
         recording = self.trace is not None or self.spans is not None
         return None if recording else self._resident_finder.find_pool()
+
+    def prompt_pool(self, rows: int) -> DevicePool | None:
+        """The same for a step of so many rows, of which some are of a prompt, if what is missing is
+        copied ahead of it; that begins now."""
+        return None if self._banked is None else self._banked.prompt_pool(rows)
+
+    def launched(self, copies: bool) -> None:
+        """A step was enqueued on the device, which `copies` experts or not: decide what no step has
+        to wait for."""
+        if self._banked is not None:
+            self._banked.launched(copies)
 
     def record_resident_step(
         self, found: ResidentExperts, routed: Tensor, owners: Tensor | None, seconds: float
@@ -154,9 +173,16 @@ class ExpertRuntime:
         self._observe(self._resident_finder.count(found, routed, owners, seconds))
 
     def record_device_step(self, found: ResidentExperts, demands: StepDemands, s: float) -> None:
-        """The same for a step that `resident_pool` allowed, which took `s` seconds."""
-        self._resident_finder.add(found, demands, s)
-        self._observe(demands.rows)
+        """The same for a step that `device_pool` allowed, which took `s` seconds."""
+        if self._banked is None:
+            self._resident_finder.add(found, demands, s)
+            self._observe(demands.rows)
+            return
+        if self.heatmap is not None:
+            self.heatmap.counts += demands.rows
+        if self.trace is not None:
+            self._banked.trace(demands, self.trace)
+        self._replaced += self._banked.record(found, demands, s)
 
     def _observe(self, rows: NDArray[np.int64]) -> None:
         for strategy in dict.fromkeys(self.parts.strategies.values()):
@@ -183,7 +209,9 @@ class ExpertRuntime:
         return self._out_view
 
     def groups(self, phase: str) -> tuple[tuple[int, ...], ...] | None:
-        return self.parts.strategies[phase].groups() if phase == "prefill" else None
+        if phase != "prefill" or self._banked is not None:
+            return None
+        return self.parts.strategies[phase].groups()
 
     def load_group(self, index: int) -> None:
         """Start to load a group of layers. Each layer then waits for its own experts."""
@@ -192,7 +220,12 @@ class ExpertRuntime:
 
     @property
     def wants_hints(self) -> bool:
-        return self.trace is not None or (self._uses_hints and self.predictor.protects)
+        recording = self.trace is not None and self._banked is None
+        return recording or (self._uses_hints and self.predictor.protects)
+
+    @property
+    def moves_beside_steps(self) -> bool:
+        return self._banked is not None
 
     def hint(self, layer: int, predicted: Tensor) -> None:
         """`layer` will probably need these: keep them, and load them if the link is idle. Models
@@ -241,8 +274,11 @@ class ExpertRuntime:
             made = strategy.updates
             loads = strategy.update()
             self.update_calls += strategy.updates - made
+            self.swaps += len(loads)
+            if self._banked is not None:
+                self._banked.move(loads)
+                continue
             for key, slot in loads:
-                self.swaps += 1
                 self._transfer.start(key, slot, None, urgent=False)
         return self.update_calls - before[0], self.swaps - before[1]
 
@@ -262,6 +298,8 @@ class ExpertRuntime:
     def check(self) -> None:
         """Raise unless slots and tiers agree and nothing is in use between steps."""
         self._finish_loads()
+        if self._banked is not None:
+            self._banked.finish()
         self._host.check()
         self._device.check()
         if self._host.pinned_keys:
@@ -285,6 +323,8 @@ class ExpertRuntime:
             self._device.vacate(load.slot or 0)
         self.executor.close()
         self._transfer.close()
+        if self._banked is not None:
+            self._banked.close()
         self._host.close()
         self._device.close()
         if not keep_store:
@@ -371,6 +411,8 @@ def _started(parts: RuntimeParts) -> ExpertRuntime:
         else:
             parts.host.close()
             parts.device.close()
+            if parts.bank is not None:
+                parts.bank.close()
         raise
     return runtime
 
@@ -381,7 +423,7 @@ def report(runtime: ExpertRuntime) -> dict[str, Any]:
     parts, total = runtime.parts, runtime.telemetry.total()
     asked = total.device_hits + total.prefetch_hits + total.device_misses + total.host_runs
     late = total.device_misses + total.host_runs
-    allocated = parts.device.budget_bytes + parts.host.budget_bytes
+    allocated = parts.device.budget_bytes + parts.host_bytes
     return {
         "strategy": parts.strategy,
         "asked": parts.asked,
@@ -396,6 +438,7 @@ def report(runtime: ExpertRuntime) -> dict[str, Any]:
         "total": total.as_dict(),
         "tiers": {"device": _device(runtime), "host": _host(runtime)},
         "layers": {layer: _layer(runtime, layer) for layer in runtime.geometry.layers},
+        "cpu_share": {} if runtime._banked is None else runtime._banked.report_share(),
         "expert_bytes": parts.store.expert_bytes,
         "memory_saved_bytes": max(0, parts.store.expert_bytes - allocated),
     }
@@ -417,11 +460,12 @@ def _device(runtime: ExpertRuntime) -> dict[str, float]:
 
 
 def _host(runtime: ExpertRuntime) -> dict[str, float]:
-    tier, total = runtime.parts.host, runtime.telemetry.total()
+    parts, total = runtime.parts, runtime.telemetry.total()
+    tier = parts.host
     return {
-        "slots": tier.num_slots,
-        "budget_bytes": tier.budget_bytes,
-        "used_bytes": tier.used_bytes,
+        "slots": parts.host_slots,
+        "budget_bytes": parts.host_bytes,
+        "used_bytes": tier.used_bytes if parts.bank is None else parts.host_bytes,
         "hits": total.host_hits,
         "misses": total.host_misses,
         "evictions": sum(tier.evictions.values()),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from coterie.core.errors import ConfigError
+from coterie.kernels.backend import best_backend
 from coterie.moe.dispatch.base import ExpertCosts, Strategy, StrategyContext
 from coterie.moe.dispatch.persistent import split_layers
 from coterie.moe.dispatch.table import build_strategies, resolve_strategy, strategy_classes
@@ -20,9 +21,13 @@ from coterie.moe.runtime.budget import (
     ExpertSizes,
     TierNeeds,
     TierSlots,
+    fits_bank,
     free_host_bytes,
     size_tiers,
+    with_buffers,
 )
+from coterie.moe.runtime.host_bank import HostBank, has_device_records
+from coterie.moe.runtime.layer_stream import buffer_slots
 from coterie.moe.runtime.slot_map import SlotMap
 from coterie.moe.runtime.tiers import DeviceTier, HostTier
 
@@ -67,6 +72,16 @@ class RuntimeParts:
     asked: str = ""
     fallback: str = ""
     shortages: int = 0
+    # all experts in RAM, where the device reads them; the host tier then has no slots
+    bank: HostBank | None = None
+
+    @property
+    def host_slots(self) -> int:
+        return self.host.num_slots if self.bank is None else self.store.geometry.total
+
+    @property
+    def host_bytes(self) -> int:
+        return self.host.budget_bytes if self.bank is None else self.bank.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +127,51 @@ def allocate_parts(
     store: ExpertStore, settings: MoeSettings, site: PlacementContext, room: TierAllocation
 ) -> RuntimeParts:
     """Allocate the memory. Raises what the allocator raises when there is not enough."""
+    bank = _open_bank(store, settings, site, room)
+    try:
+        return _parts_with(store, settings, site, room, bank)
+    except BaseException:
+        if bank is not None:
+            bank.close()
+        raise
+
+
+def reads_in_place(
+    store: ExpertStore, settings: MoeSettings, site: PlacementContext, room: TierAllocation
+) -> bool:
+    """Whether the device can read experts that have no slot from RAM, which holds all."""
+    tiers, total = room.tiers, store.geometry.total
+    beside = tiers.host >= total > tiers.device and best_backend(site.device) == "triton"
+    if not beside or not has_device_records(store):
+        return False
+    return fits_bank(settings, sizes_of(store), room.needs)
+
+
+def _open_bank(
+    store: ExpertStore, settings: MoeSettings, site: PlacementContext, room: TierAllocation
+) -> HostBank | None:
+    """All experts for the device's kernels, where RAM has room for them and not all have slots."""
+    if not reads_in_place(store, settings, site, room):
+        return None
+    bank = HostBank(store, site.device)
+    if bank.address is not None:
+        return bank
+    bank.close()
+    _log.warning("RAM could not be pinned for the device: experts run layer by layer")
+    return None
+
+
+def _parts_with(
+    store: ExpertStore,
+    settings: MoeSettings,
+    site: PlacementContext,
+    room: TierAllocation,
+    bank: HostBank | None,
+) -> RuntimeParts:
+    buffers = 0
+    if bank is not None:
+        count, buffers = with_buffers(settings, room.tiers.device, buffer_slots(store.geometry))
+        room = replace(room, tiers=replace(room.tiers, device=count))
     tiers = room.tiers
     text, why = _fitting_strategy(settings.strategy, store, room)
     slots = SlotMap(tiers.device)
@@ -123,14 +183,15 @@ def allocate_parts(
         costs=costs.with_host(tiers.host / store.geometry.total, shared=tiers.shared),
         host_can_run=tiers.host > 0,
         deterministic=settings.deterministic,
+        in_place=bank is not None,
     )
     prefill, decode = build_strategies(text, context)
     on_cuda = site.device.type == "cuda"
     # a prefetch depends on when the link is idle: a deterministic placement may only protect
     protect_only = settings.deterministic and settings.predict != "off" and uses_hints(decode)
-    device = DeviceTier(store, tiers.device, site.device, shared=tiers.shared)
+    device = DeviceTier(store, tiers.device, site.device, shared=tiers.shared, buffers=buffers)
     try:
-        host = HostTier(store, tiers.host, pinned=on_cuda)
+        host = HostTier(store, 0 if bank is not None else tiers.host, pinned=on_cuda)
     except BaseException:
         device.close()
         raise
@@ -145,6 +206,7 @@ def allocate_parts(
         asked=settings.strategy,
         fallback=why,
         shortages=len(room.failed),
+        bank=bank,
     )
 
 
@@ -209,7 +271,9 @@ def uses_hints(strategy: Strategy) -> bool:
 def unused_hints(parts: RuntimeParts, few: bool) -> str:
     """Why predictions have no effect here. Logs a warning where the settings ask for them."""
     name = parts.strategies["decode"].name
-    if not few:
+    if parts.bank is not None:
+        why = "the device reads experts where they lie"
+    elif not few:
         why = "every expert has a slot, or none has"
     elif parts.strategies["decode"].settled():
         why = f"{name} moves nothing while it decodes"

@@ -280,17 +280,25 @@ class DeviceTier:
     """
 
     def __init__(
-        self, store: ExpertStore, num_slots: int, device: torch.device, *, shared: bool = False
+        self,
+        store: ExpertStore,
+        num_slots: int,
+        device: torch.device,
+        *,
+        shared: bool = False,
+        buffers: int = 0,
     ) -> None:
+        """`buffers`: room for so many experts behind the slots, for steps with a prompt."""
         self.num_slots, self.device, self.shared = num_slots, device, shared
-        self.budget_bytes = 0 if shared else num_slots * store.slot_bytes
+        self.buffers = buffers
+        self.budget_bytes = 0 if shared else (num_slots + buffers) * store.slot_bytes
         self._arena: MemoryArena | None = None
         if device.type == "cpu":
             self._arena = MemoryArena(self.budget_bytes)
             whole = self._arena.view(0, self.budget_bytes)
         else:
             whole = torch.empty(self.budget_bytes, dtype=torch.uint8, device=device)
-        # all slots, one after another
+        # all slots and buffers, one after another
         self.arena = whole
         size = self.slot_bytes = store.slot_bytes
         self._slots = [whole[at * size : (at + 1) * size] for at in range(num_slots)]
@@ -368,6 +376,9 @@ PAGE = 4096
 # below this size huge pages cost more memory by rounding than they give in speed
 _HUGE_FROM_BYTES = 8 * 2**20
 
+# flags of cudaHostRegister
+_REGISTER_PORTABLE, _REGISTER_MAPPED = 1, 2
+
 _log = logging.getLogger(__name__)
 
 
@@ -398,8 +409,11 @@ class MemoryArena:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def _register(self) -> None:
+        # by all threads: the driver would give the pages one after another
+        self._bytes.view(-1, PAGE)[:, 0].zero_()
         # torch's pinned allocator rounds up to powers of two, which would exceed the budget
-        code = _cudart().cudaHostRegister(self._bytes.data_ptr(), self.nbytes, 0)
+        flags = _REGISTER_PORTABLE | _REGISTER_MAPPED
+        code = _cudart().cudaHostRegister(self._bytes.data_ptr(), self.nbytes, flags)
         self.pinned = int(code) == 0
         if not self.pinned:
             _log.warning("%d bytes of RAM could not be pinned: copies will be slower", self.nbytes)

@@ -156,6 +156,23 @@ class UsageTelemetry:
             own.host_runs += demands - slots
             own.compute_s += compute_s * demands / asked
 
+    def attribute_in_place(self, met: NDArray[np.int64], costs: UsageTally) -> None:
+        """The same for a step that read experts which are in no slot where they lie."""
+        self._add_sequences(len(met))
+        self._own_met[: len(met)] += met
+        totals = met.sum(axis=1)
+        asked, hits = (max(1, int(count)) for count in totals.sum(axis=0))
+        missed = max(1, asked - hits)
+        for own, (demands, slots) in zip(self._sequences, totals.tolist(), strict=False):
+            part = (demands - slots) / missed
+            own.device_hits += slots
+            own.device_misses += demands - slots
+            own.host_hits += int(costs.host_hits * part)
+            own.moved_bytes += int(costs.moved_bytes * part)
+            own.io_s += costs.io_s * part
+            own.stall_s += costs.stall_s * part
+            own.compute_s += costs.compute_s * demands / asked
+
     def _add_sequences(self, sequences: int) -> None:
         new = sequences - len(self._sequences)
         if new > 0:

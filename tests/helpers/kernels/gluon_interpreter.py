@@ -1,10 +1,11 @@
 """Runs kernels that are written in Gluon, program by program: Triton's own interpreter knows only
 Triton. Tensors are torch's. Layouts mean nothing here: the compiler checks them. The only assembly
-is that of `expert_int4` and `int4_rows`.
+is that of `expert_int4` and `int4_rows`. A copy to shared memory is complete at once.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import sys
 import types
@@ -25,8 +26,17 @@ class Value:
         self.dtype = self.tensor.dtype
         self.type = types.SimpleNamespace(layout=None)
 
-    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
+    @property
+    def shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+        if isinstance(dtype, _PointerType):
+            return Address(self.tensor, dtype.element)
         return Value(self.tensor.view(dtype) if bitcast else self.tensor.to(dtype))
+
+    def __getitem__(self, place: Any) -> Value:
+        return Value(self.tensor[place])
 
     def __index__(self) -> int:
         return int(self.tensor)
@@ -40,7 +50,7 @@ class Value:
 
 def _operator(name: str) -> Callable[[Value, Any], Any]:
     def apply(self: Value, other: Any) -> Any:
-        if isinstance(other, Pointer):
+        if isinstance(other, Pointer | Address):
             return NotImplemented
         given = other.tensor if isinstance(other, Value) else other
         found = getattr(self.tensor, name)(given)
@@ -66,15 +76,61 @@ class Pointer:
     def __add__(self, other: Any) -> Pointer:
         return Pointer(self.memory, self.offset + other)
 
+    def __getitem__(self, place: Any) -> Pointer:
+        return Pointer(self.memory, self.offset[place])
+
+
+class _PointerType:
+    def __init__(self, element: torch.dtype) -> None:
+        self.element = element
+
+
+class Address:
+    """Memory of a process, for tables of addresses."""
+
+    def __init__(self, base: Tensor, element: torch.dtype) -> None:
+        self.base, self.element = base, element
+
+    def __add__(self, other: Any) -> Address:
+        step = torch.as_tensor(_tensor(other)).long() * self.element.itemsize
+        return Address(self.base + step, self.element)
+
+    def __getitem__(self, place: Any) -> Address:
+        return Address(self.base[place], self.element)
+
+    def read(self, kept: Tensor) -> Tensor:
+        base, kept = torch.broadcast_tensors(self.base, kept)
+        found = torch.zeros(base.shape, dtype=self.element)
+        if bool(kept.any()):
+            places = base[kept]
+            first, last = int(places.min()), int(places.max())
+            # nothing of it is read but the places
+            range_ = (ctypes.c_char * (last - first + self.element.itemsize)).from_address(first)
+            memory = torch.frombuffer(range_, dtype=torch.uint8)
+            step = torch.arange(self.element.itemsize)
+            found[kept] = memory[(places - first)[:, None] + step].view(self.element).flatten()
+        return found
+
 
 def _tensor(value: Any) -> Any:
     return value.tensor if isinstance(value, Value) else value
 
 
 class _Shared:
-    def __init__(self, dtype: torch.dtype, shape: list[int], layout: Any, value: Value) -> None:
-        assert value.dtype == dtype and list(value.tensor.shape) == shape
+    def __init__(
+        self, dtype: torch.dtype, shape: list[int], layout: Any, value: Value | None = None
+    ) -> None:
+        self.dtype, self.shape = dtype, shape
+        if value is not None:
+            self.fill(value)
+
+    def fill(self, value: Value) -> None:
+        assert value.dtype == self.dtype and list(value.tensor.shape) == self.shape
         self._value = value
+
+    def permute(self, order: tuple[int, ...]) -> _Shared:
+        moved = Value(self._value.tensor.permute(order))
+        return _Shared(self.dtype, moved.shape, None, moved)
 
     def load(self, layout: Any) -> Value:
         return self._value
@@ -106,7 +162,10 @@ def _language(program: list[int], half: torch.dtype) -> types.ModuleType:
         kept = torch.as_tensor(True if mask is None else _tensor(mask))
         return torch.broadcast_tensors(offset, kept)
 
-    def load(at: Pointer, mask: Any = None, other: int = 0, cache_modifier: str = "") -> Value:
+    def load(at: Any, mask: Any = None, other: float = 0, cache_modifier: str = "") -> Value:
+        if isinstance(at, Address):
+            assert other == 0
+            return Value(at.read(torch.as_tensor(True if mask is None else _tensor(mask))))
         offset, kept = places(at, mask)
         found = at.memory.flatten()[torch.where(kept, offset, 0).long()]
         return Value(torch.where(kept, found, torch.tensor(other, dtype=found.dtype)))
@@ -143,6 +202,8 @@ def _language(program: list[int], half: torch.dtype) -> types.ModuleType:
     gl.where = on_tensors(torch.where)
     gl.broadcast = on_tensors(lambda *both: torch.broadcast_tensors(*both))
     gl.thread_barrier = lambda: None
+    gl.pointer_type, gl.multiple_of = _PointerType, lambda value, _: value
+    gl.maximum = on_tensors(lambda *both: torch.maximum(*map(torch.as_tensor, both)))
     gl.minimum = on_tensors(lambda *both: torch.minimum(*map(torch.as_tensor, both)))
     for name in (
         "DistributedLinearLayout",
@@ -151,7 +212,8 @@ def _language(program: list[int], half: torch.dtype) -> types.ModuleType:
         "BlockedLayout",
     ):
         setattr(gl, name, lambda *_: None)
-    gl.SliceLayout = gl.SwizzledSharedLayout = gl.constexpr = lambda *_: None
+    gl.SliceLayout = gl.SwizzledSharedLayout = lambda *_: None
+    gl.constexpr = _same
     return gl
 
 
@@ -199,9 +261,12 @@ def interpreted(module: Any, half: torch.dtype = torch.bfloat16) -> Any:
 
             return launch
 
+    def jit(function: Any = None, **_: Any) -> Any:
+        return Kernel if function is None else Kernel(function)
+
     language = _language(program, half)
     gluon: Any = types.ModuleType("triton.experimental.gluon")
-    gluon.jit, gluon.language, gluon.__path__ = Kernel, language, []
+    gluon.jit, gluon.language, gluon.__path__ = jit, language, []
     experimental: Any = types.ModuleType("triton.experimental")
     experimental.gluon = gluon
     ampere: Any = types.ModuleType(f"{language.__name__}.nvidia.ampere")
@@ -209,7 +274,13 @@ def interpreted(module: Any, half: torch.dtype = torch.bfloat16) -> Any:
     def mma_v2(first: Value, second: Value, total: Value) -> Value:
         return Value(total.tensor + first.tensor.float() @ second.tensor.float())
 
+    def copy(memory: _Shared, place: Any, mask: Any = None) -> None:
+        memory.fill(language.load(place, mask))
+
     ampere.mma_v2 = mma_v2
+    ampere.async_copy = types.SimpleNamespace(
+        async_copy_global_to_shared=copy, commit_group=lambda: None, wait_group=lambda _: None
+    )
     runtime: Any = types.ModuleType("triton.runtime.jit")
     runtime.constexpr_function = _same
     fakes = {module.__name__: module for module in (experimental, gluon, language, ampere, runtime)}

@@ -45,8 +45,15 @@ class Resident:
     def resident(self, phase: str) -> None:
         """Every layer asks: that is what is tested."""
 
-    def resident_pool(self) -> None:
+    def prompt_pool(self, rows: int) -> None:
+        return None
+
+    def launched(self, copies: bool) -> None: ...
+
+    def device_pool(self) -> None:
         """There is no device."""
+
+    moves_beside_steps = False
 
     def record_device_step(self, found: Any, demands: Any, s: float) -> None: ...
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from coterie.moe.dispatch.adaptive.in_place import InPlacePlacement
 from coterie.moe.dispatch.adaptive.scores import PolicyElection
 from coterie.moe.dispatch.adaptive.slot_policy import SlotPolicy
 from coterie.moe.dispatch.base import Demand, Strategy, StrategyContext, Wave
@@ -40,6 +41,7 @@ class Adaptive(Strategy):
         self._repin = LiveRepin(context, context.slots.num_slots, pin=False)
         self._uploads_free = context.costs.upload_s == 0.0 and not context.deterministic
         self._chunks = ChunkDetector()
+        self._in_place = InPlacePlacement(context) if context.in_place else None
         # experts that later layers are predicted to need
         self._protected: dict[int, frozenset[int]] = {}
 
@@ -68,7 +70,12 @@ class Adaptive(Strategy):
         return tuple((layer,) for layer in self.context.geometry.layers)
 
     def settled(self) -> bool:
+        if self._in_place is not None:
+            return super().settled()
         return not self._miss_costs.uploads_pay or super().settled()
+
+    def decide_behind(self, rows: npt.NDArray[np.int64], phase: str) -> Loads | None:
+        return None if self._in_place is None else tuple(self._in_place.step(rows, phase))
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
         if not self._miss_costs.uploads_pay:
@@ -128,7 +135,7 @@ class Adaptive(Strategy):
 
     @property
     def replaced(self) -> int:
-        return self._slot_policy.replaced
+        return self._slot_policy.replaced if self._in_place is None else self._in_place.replaced
 
     @property
     def updates(self) -> int:
@@ -137,6 +144,8 @@ class Adaptive(Strategy):
     def update(self) -> Loads:
         """Called after each token. When an update is due, load a bounded number of experts that
         the leading policy ranks higher than residents."""
+        if self._in_place is not None:
+            return ()
         if not self._miss_costs.uploads_pay:
             return self._repin.update() if self._uploads_free else ()
         if self._election.tick():

@@ -1,0 +1,191 @@
+"""Cases of `benchmarks.moe.gpu` in which not all experts are on the device: KIND-resident-SHARE-*.
+
+All experts are in pinned RAM, SHARE percent of them in slots, or as many as fit a device of 16GB
+beside weights, KV and what a step needs. Draws are seeded. Routing is uniform,
+which is the worst case for a cache, or skewed (`--routing zipf`). The limit is the bytes that have
+to cross the link at this share of hits, over the bandwidth of pinned copies in the same run; in
+decode over that and the CPU's rate together, which both read the same RAM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
+from typing import Any, cast
+
+import torch
+
+from benchmarks.gpu_runs import (
+    SAMPLED,
+    Case,
+    Sizes,
+    decode_case,
+    prefill_case,
+    read_bandwidth,
+    timed,
+    tokenizer_of,
+)
+from coterie.core.moe import MoeSettings
+from coterie.models.base import CausalLM
+from coterie.moe.runtime.runtime import ExpertRuntime
+
+SHARES = ("0", "10", "25", "50")
+# a device of this size, for which transformers with accelerate was measured
+SMALL, SMALL_BYTES = "16GB", 16 * 10**9
+# of a step of 8,192 rows, beside weights, KV and experts
+STEP_BYTES = 1_200_000_000
+KINDS = ("bf16", "int4")
+STREAMS = (1, 8)
+PROMPT = 8192
+# tok/s, wanted
+GOALS = {
+    "bf16-resident-25-decode-1": 34,
+    "int4-resident-25-decode-1": 95,
+    "int4-resident-50-decode-1": 130,
+    "bf16-resident-25-prefill-8192": 9_000,
+    f"bf16-resident-{SMALL}-prefill-8192": 8_000,
+    "int4-resident-25-prefill-8192": 20_000,
+}
+# tok/s of others at the same share, measured on the same machine with the same shape
+RIVALS: dict[str, dict[str, float]] = {
+    "resident-25-decode-1": {"FreeToken bf16": 39.8, "llama.cpp Q4_0": 38.6},
+    "resident-50-decode-1": {"FreeToken bf16": 57.2, "llama.cpp Q4_0": 54.6},
+    "resident-0-decode-1": {"FreeToken bf16": 16.9, "llama.cpp Q4_0": 35.3},
+    "resident-25-prefill-8192": {"FreeToken bf16": 7_495.0, "llama.cpp Q4_0": 6_716.0},
+    f"resident-{SMALL}-decode-1": {"accelerate bf16": 0.16},
+    f"resident-{SMALL}-prefill-8192": {"accelerate bf16": 292.0},
+}
+
+
+@dataclass(frozen=True)
+class BeyondModel:
+    """What the name of such a model says: `bf16-resident-25`, or `bf16-resident-25-lru` where
+    strategies are compared."""
+
+    kind: str
+    # percent, or SMALL
+    share: str
+    strategy: str = ""
+
+    @staticmethod
+    def parse(name: str) -> BeyondModel | None:
+        kind, beside, rest = name.partition("-resident-")
+        share, _, strategy = rest.partition("-")
+        return BeyondModel(kind, share, strategy) if beside else None
+
+    def settings(self, strategy: str, weight_bytes: int) -> MoeSettings:
+        """`strategy`: unless the name has one; `weight_bytes`: all but the experts."""
+        strategy = self.strategy or strategy
+        if self.share == SMALL:
+            budget = str(SMALL_BYTES - STEP_BYTES - weight_bytes)
+        else:
+            budget = f"{self.share}%"
+            strategy = strategy if int(self.share) else "cpu_only"
+        return MoeSettings(strategy=strategy, device_budget=budget, warmup="none", predict="off")
+
+    def __str__(self) -> str:
+        return f"{self.kind}-resident-{self.share}" + (f"-{self.strategy}" if self.strategy else "")
+
+
+@cache
+def link_bandwidth(device: str) -> float:
+    """Bytes per second of copies from pinned RAM to the device."""
+    if device == "cpu":
+        return 1e10
+    source = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    return len(source) / timed(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def beyond_cases(sizes: Sizes, real: bool, strategies: Sequence[str] = ()) -> Iterator[Case]:
+    """`strategies`: one stream of each, instead of all cases."""
+    few = replace(sizes, prompt=min(sizes.prompt, 128), output=min(sizes.output, 64), rounds=2)
+    streams = STREAMS if sizes.device == "cuda" else (1, 3)
+    prompt = PROMPT if sizes.device == "cuda" else 64
+    for kind in KINDS:
+        shares = (*SHARES, SMALL) if kind == "bf16" and sizes.device == "cuda" else SHARES
+        for share, strategy in product(shares if strategies else (), strategies):
+            model = BeyondModel(kind, share, strategy)
+            yield _case(model, "decode-1", partial(_decode, few, 1), real)
+        for share in shares if not strategies else ():
+            model = BeyondModel(kind, share)
+            for n in streams:
+                yield _case(model, f"decode-{n}", partial(_decode, few, n), real)
+            yield _case(model, f"prefill-{prompt}", partial(_prefill, few, prompt), real)
+
+
+def _case(
+    model: BeyondModel, what: str, run: Callable[[CausalLM], dict[str, Any]], real: bool
+) -> Case:
+    name, figure = f"{model}-{what}", "decode_tok_s" if what.startswith("decode") else "tok_s"
+    rivals = RIVALS.get(f"resident-{model.share}-{what}", {}) if real else {}
+    return Case(name, str(model), run, rivals, GOALS.get(name) if real else None, "", figure)
+
+
+def _runtime(model: CausalLM) -> ExpertRuntime:
+    return cast(ExpertRuntime, model.experts)
+
+
+def _counted(run: Callable[[], dict[str, Any]], model: CausalLM) -> dict[str, Any]:
+    """With hit rate, and bytes over the link for each demand that was not a hit."""
+    runtime = _runtime(model)
+    before = runtime.telemetry.total().as_dict()
+    peak = torch.cuda.is_available()
+    if peak:
+        torch.cuda.reset_peak_memory_stats()
+    found = run()
+    after = runtime.telemetry.total().as_dict()
+    counts = {name: after[name] - before[name] for name in after}
+    hits, misses = counts["device_hits"], counts["device_misses"] + counts["host_runs"]
+    found |= {
+        "hit_rate": hits / max(1, hits + misses),
+        "moved_GB": counts["moved_bytes"] / 1e9,
+        "swaps": runtime.swaps,
+        "note": f"{runtime.parts.strategy}, {runtime.parts.device.num_slots} slots",
+    }
+    if peak:
+        found["peak_GB"] = torch.cuda.max_memory_allocated() / 1e9
+    return found
+
+
+def _decode(sizes: Sizes, streams: int, model: CausalLM) -> dict[str, Any]:
+    tokenizer = tokenizer_of(model.spec.vocab)
+    found = _counted(lambda: decode_case(model, tokenizer, sizes, streams, SAMPLED), model)
+    runtime = _runtime(model)
+    geometry, count = runtime.geometry, runtime.geometry.num_experts
+    distinct = count * (1 - (1 - geometry.top_k / count) ** streams)
+    all_bytes = len(geometry.layers) * distinct * runtime.parts.store.slot_bytes
+    link, share = link_bandwidth(sizes.device), runtime.report()["cpu_share"]
+    cpu = share.get("measured_cpu_rate", 0.0)
+    crossing = all_bytes * (1 - found["hit_rate"])
+    seconds = max(
+        crossing / (link + cpu), (model.weight_bytes + all_bytes) / read_bandwidth(sizes.device)
+    )
+    limit = streams / seconds
+    return found | {
+        "link_GB_s": link / 1e9,
+        "crossing_GB": crossing / 1e9,
+        "cpu_GB_s": cpu / 1e9,
+        "cpu_part": share.get("part", 0.0),
+        "cpu_wait_s": share.get("wait_s", 0.0),
+        "limit": limit,
+        "share": found["decode_tok_s"] / limit,
+    }
+
+
+def _prefill(sizes: Sizes, prompt: int, model: CausalLM) -> dict[str, Any]:
+    tokenizer = tokenizer_of(model.spec.vocab)
+    found = _counted(lambda: prefill_case(model, tokenizer, sizes, prompt), model)
+    link = link_bandwidth(sizes.device)
+    parts = _runtime(model).parts
+    missing = parts.store.geometry.total - parts.device.num_slots
+    crossing = missing * parts.store.slot_bytes
+    limit = prompt * link / max(1.0, crossing)
+    return found | {
+        "link_GB_s": link / 1e9,
+        "crossing_GB": crossing / 1e9,
+        "limit": limit,
+        "share": found["tok_s"] / limit,
+    }

@@ -1,0 +1,113 @@
+// The CPU's side of a step on a device. The device writes a job to memory that both see and then its
+// number (`rung`); a thread of this module computes it and writes the number back (`answered`).
+#include "crew.h"
+#include "share.h"
+
+struct ShareSetup {
+    const ShareLayer* layers;
+    int64_t num_layers, max_rows, max_pairs, threads;
+    const std::atomic<uint32_t>* rung;
+    std::atomic<uint32_t>* answered;
+    const volatile int32_t* job;  // layer, rows, pairs
+    const SharePair* pairs;
+    const float* x;
+    float* out;
+};
+
+namespace {
+
+constexpr int64_t NAP_NS = 200000, LONG_NAP_NS = 50000000;
+constexpr int64_t QUIET_NS = 1000000000;  // without a job or a wake-up: naps become long
+
+class Coordinator {
+  public:
+    explicit Coordinator(const ShareSetup& setup)
+        : setup_(setup), layers_(setup.layers, setup.layers + setup.num_layers), crew_(int(setup.threads)) {
+        run_.reserve(layers_.data(), setup.num_layers, setup.max_rows, setup.max_pairs);
+        thread_ = std::thread([this] { loop(); });
+    }
+    ~Coordinator() {
+        stop_ = true;
+        wake();
+        thread_.join();
+    }
+
+    // A step begins that may ring.
+    void wake() {
+        ++woken_;
+        if (napping_.load()) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            call_.notify_all();
+        }
+        crew_.rouse();
+    }
+
+    void pause(bool paused) { paused_ = paused; }
+
+    void read(int64_t* out) const { out[0] = jobs_, out[1] = bytes_, out[2] = busy_ns_, out[3] = naps_, out[4] = refused_; }
+
+  private:
+    void loop() {
+        uint32_t last = setup_.answered->load();
+        int64_t heard = now_ns();  // of the last job or wake-up
+        while (!stop_) {
+            const uint32_t woken = woken_;
+            const auto rings = [&] { return stop_ || (!paused_ && setup_.rung->load(std::memory_order_acquire) != last); };
+            if (spin_until(rings)) {
+                if (stop_) return;
+                last = setup_.rung->load(std::memory_order_acquire);
+                answer(last);
+                heard = now_ns();
+                continue;
+            }
+            // Steps are launched ahead: one may ring long after its wake-up, so look again meanwhile.
+            while (!stop_ && woken_ == woken && !rings()) nap(woken, now_ns() - heard < QUIET_NS ? NAP_NS : LONG_NAP_NS);
+            heard = now_ns();
+        }
+    }
+
+    void nap(uint32_t woken, int64_t ns) {
+        ++naps_;
+        std::unique_lock<std::mutex> lock(mutex_);
+        ++napping_;
+        call_.wait_for(lock, std::chrono::nanoseconds(ns), [&] { return stop_ || woken_ != woken; });
+        --napping_;
+    }
+
+    void answer(uint32_t number) {
+        const int64_t begin = now_ns();
+        const int32_t layer = setup_.job[0], rows = setup_.job[1], pairs = setup_.job[2];
+        if (layer < 0 || layer >= setup_.num_layers || rows < 1 || rows > setup_.max_rows || pairs < 0 || pairs > setup_.max_pairs) {
+            ++refused_;  // overwritten while this thread did not run: nobody waits for the answer
+            return;
+        }
+        const int64_t bytes = run_.prepare({&layers_[layer], setup_.pairs, pairs, rows, setup_.x, setup_.out});
+        crew_.run(run_);
+        setup_.answered->store(number, std::memory_order_release);
+        ++jobs_, bytes_ += bytes, busy_ns_ += now_ns() - begin;
+    }
+
+    const ShareSetup setup_;
+    const std::vector<ShareLayer> layers_;
+    Crew crew_;
+    ShareRun run_;
+    std::atomic<int64_t> jobs_{0}, bytes_{0}, busy_ns_{0}, naps_{0}, refused_{0};
+    std::atomic<uint32_t> woken_{0};
+    std::atomic<int> napping_{0};
+    std::atomic<bool> stop_{false}, paused_{false};
+    std::mutex mutex_;
+    std::condition_variable call_;
+    std::thread thread_;
+};
+
+}  // namespace
+
+extern "C" {
+
+void* ct_share_open(const ShareSetup* setup) { return new Coordinator(*setup); }
+void ct_share_wake(void* share) { static_cast<Coordinator*>(share)->wake(); }
+void ct_share_pause(void* share, int32_t paused) { static_cast<Coordinator*>(share)->pause(paused != 0); }
+void ct_share_read(void* share, int64_t* out) { static_cast<Coordinator*>(share)->read(out); }
+void ct_share_close(void* share) { delete static_cast<Coordinator*>(share); }
+
+}  // extern "C"

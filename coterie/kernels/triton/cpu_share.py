@@ -1,0 +1,268 @@
+"""Triton kernels with which a step gives the CPU a share of its experts (`kernels.cpu.share`).
+
+`ring`, behind the gate, decides: of the experts that are not on the device the CPU takes the first
+channels, as many in all as a table has for so many of them. It writes the rows and the pairs to
+memory that the host sees, and then the job's number. The kernels of pairs leave these channels
+out. `await_cpu` waits for the answer and adds it. Its time is limited by the device's clock: behind
+the limit it reports the job as failed, and no job is given any more until the host allows it again.
+"""
+
+# Jitted functions are compiled by Triton: their arguments have no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from coterie.kernels.cpu.share import PAIR_WORDS, SUM_WORDS, ShareBell
+from coterie.kernels.expert_layout import GROUP
+
+# the interpreter has no assembly and no clock
+_ON_DEVICE = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")
+# words of the state: jobs so far, pairs of the last one, whether the CPU failed, programs that have
+# arrived
+_JOBS, _GIVEN, _OFF, _ARRIVED = (tl.constexpr(n) for n in range(4))
+STATE_WORDS = 4
+# words of the clock behind its sums: channels that the device reads over the link, and when the job
+# was rung
+_LINK, _RANG = tl.constexpr(SUM_WORDS), tl.constexpr(SUM_WORDS + 1)
+CLOCK_WORDS = SUM_WORDS + 2
+
+
+@triton.jit
+def _fence():
+    """What this program wrote so far is seen by the host before what it writes from now on."""
+    if _ON_DEVICE:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.u32 $0, $1;",
+            "=r,r",
+            [tl.full([], 0, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    tl.debug_barrier()
+
+
+@triton.jit
+def _now():
+    """ns of the device's clock."""
+    time = tl.full([], 0, tl.int64)
+    if _ON_DEVICE:
+        time = tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer; // $1",
+            "=l,r",
+            [tl.full([], 0, tl.int32)],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    return time
+
+
+@triton.jit
+def _read_word(place):
+    """A word that the host writes; what it wrote before it can then be read."""
+    if _ON_DEVICE:
+        found = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.u32 $0, [$1];",
+            "=r,l",
+            [place.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        found = tl.load(place)
+    return found
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _ring(
+    x, gain, norms, ids, weights, tiers, table, taken, state, clock,
+    rung, job, pairs, rows, layer,
+    COUNT: tl.constexpr, TOP_K: tl.constexpr, STRIDE: tl.constexpr, PAIRS: tl.constexpr,
+    INNER: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr,
+    WHOLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: rows. The last program decides and rings. With WHOLE the CPU takes whole experts, and
+    `taken` gets the ids that are left, -1 for the others."""
+    at = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    off = tl.load(state + _OFF)
+    column = tl.arange(0, WIDE)
+    inside = column < WIDTH
+    value = tl.load(x + at * WIDTH + column, mask=inside, other=0).to(tl.float32)
+    if NORM:
+        value *= tl.load(gain + column, mask=inside, other=0).to(tl.float32) * tl.load(norms + at)
+    tl.store(rows + at * WIDTH + column, value, mask=inside & (off == 0))
+    _fence()
+    before = tl.atomic_add(state + _ARRIVED, 1, sem="acq_rel")
+    if before == COUNT - 1:
+        tl.store(state + _ARRIVED, 0)
+        pair = tl.arange(0, PAIRS)
+        live = pair < COUNT * TOP_K
+        expert = tl.load(ids + pair, mask=live, other=-1)
+        weight = tl.load(weights + pair // TOP_K * STRIDE + pair % TOP_K, mask=live, other=0)
+        missing = live & (tl.load(tiers + expert, mask=live, other=0) != 0) & (off == 0)
+        same = (expert[:, None] == expert[None, :]) & missing[:, None]
+        # the first pair of each missing expert, and the number of these before it
+        first = tl.min(tl.where(same, pair[:, None], PAIRS), 0)
+        leads = missing & (first == pair)
+        rank = tl.sum((leads[:, None] & (pair[:, None] < first[None, :])).to(tl.int32), 0)
+        experts = tl.sum(leads.to(tl.int32), 0)
+        total = tl.load(table + experts)
+        if WHOLE:
+            total = (total + INNER // 2) // INNER * INNER
+        own = tl.minimum(tl.maximum(total - rank * INNER, 0), INNER)
+        own = tl.where(missing, own, 0)
+        told = tl.where(own > 0, -1, expert) if WHOLE else own
+        tl.store(taken + pair // TOP_K * STRIDE + pair % TOP_K, told, mask=live)
+        gives = own > 0
+        place = tl.sum((gives[:, None] & (pair[:, None] < pair[None, :])).to(tl.int32), 0)
+        given = tl.sum(gives.to(tl.int32), 0)
+        tl.store(state + _GIVEN, given)
+        tl.store(clock + _LINK, (experts * INNER - total).to(tl.int64))
+        tl.store(clock + _RANG, _now())
+        if given > 0:
+            to = pairs + place * 4
+            tl.store(to, expert, mask=gives)
+            tl.store(to + 1, pair // TOP_K, mask=gives)
+            tl.store(to + 2, own, mask=gives)
+            tl.store(to + 3, weight.to(tl.int32, bitcast=True), mask=gives)
+            tl.store(job, layer)
+            tl.store(job + 1, COUNT)
+            tl.store(job + 2, given)
+            number = tl.load(state + _JOBS) + 1
+            tl.store(state + _JOBS, number)
+            _fence()
+            tl.store(rung, number)
+
+
+@triton.jit(do_not_specialize=["limit"])
+def _await_cpu(
+    hidden, state, clock, answered, failed, sums, answer, limit,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """hidden[t] += the CPU's part. Grid: rows."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = tl.program_id(0).to(tl.int64)
+    given = tl.load(state + _GIVEN)
+    if given > 0:
+        number = tl.load(state + _JOBS)
+        begin = _now()
+        seen = _read_word(answered)
+        end = begin
+        while (seen != number) & (end - begin < limit):
+            seen = _read_word(answered)
+            # without a clock it counts
+            end = _now() if _ON_DEVICE else end + 1
+        tl.debug_barrier()
+        column = tl.arange(0, WIDE)
+        inside = column < WIDTH
+        if seen == number:
+            own = hidden + at * WIDTH + column
+            part = tl.load(answer + at * WIDTH + column, mask=inside, other=0, volatile=True)
+            y = tl.load(own, mask=inside, other=0).to(tl.float32) + part
+            tl.store(own, y.to(hidden.dtype.element_ty), mask=inside)
+            if at == 0:
+                # sums of all jobs, for the host
+                words = tl.arange(0, 4)
+                spent = tl.where(words == 1, begin - tl.load(clock + _RANG), 1)
+                spent = tl.where(words == 2, end - begin, spent)
+                spent = tl.where(words == 3, tl.load(clock + _LINK), spent)
+                total = tl.load(clock + words) + spent
+                tl.store(clock + words, total)
+                tl.store(sums + words, total)
+        else:
+            tl.store(state + _OFF, 1)
+            tl.store(failed, number)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareState:
+    """What the kernels need besides the bell, on the device."""
+
+    bell: ShareBell
+    # int32 [experts + 1]: channels for the CPU, by the number of missing experts
+    table: Tensor
+    # int32 [STATE_WORDS]
+    state: Tensor
+    # int64 [CLOCK_WORDS]
+    clock: Tensor
+
+    @classmethod
+    def new(cls, bell: ShareBell, experts: int, device: torch.device | str) -> ShareState:
+        return cls(
+            bell,
+            torch.zeros(experts + 1, dtype=torch.int32, device=device),
+            torch.zeros(STATE_WORDS, dtype=torch.int32, device=device),
+            torch.zeros(CLOCK_WORDS, dtype=torch.int64, device=device),
+        )
+
+
+def _launch(dependent: bool) -> dict[str, Any]:
+    return {"PDL": dependent, **({"launch_pdl": True} if dependent else {})}
+
+
+def ring(
+    x: Tensor, ids: Tensor, weights: Tensor, tiers: Tensor, layer: int, inner: int,
+    share: ShareState, taken: Tensor, norm: tuple[Tensor, Tensor] | None = None,
+    dependent: bool = False, whole: bool = False,
+) -> None:  # fmt: skip
+    """Give the CPU a part of the experts `ids` int32 [T, K] of x [T, D], with `weights` fp32
+    [T, K or more]. `tiers` int8 [E]: 0 for those on the device. taken int32 like `weights`: the
+    channels of each pair that the CPU computes, from 0 on. Where x is not normed yet, `norm` has
+    the gain and the scales of the rows. With `whole` the CPU takes whole experts, and `taken` gets
+    the ids of the pairs that are left, -1 for the others."""
+    rows, top_k = ids.shape
+    bell = share.bell
+    assert rows <= bell.max_rows and rows * top_k <= bell.max_pairs and PAIR_WORDS == 4
+    assert taken.shape == weights.shape and inner % GROUP == 0
+    gain, scales = (x, x) if norm is None else norm
+    width = x.shape[1]
+    _ring[(rows,)](
+        x, gain, scales, ids, weights, tiers, share.table, taken, share.state, share.clock,
+        bell.rung, bell.job, bell.pairs, bell.x, layer,
+        COUNT=rows, TOP_K=top_k, STRIDE=weights.shape[1],
+        PAIRS=triton.next_power_of_2(rows * top_k), INNER=inner, WIDTH=width,
+        WIDE=triton.next_power_of_2(width), NORM=norm is not None, WHOLE=whole,
+        **_launch(dependent), num_warps=4 if rows * top_k <= 128 else 8,
+    )  # fmt: skip
+
+
+def await_cpu(hidden: Tensor, share: ShareState, limit_ns: int, dependent: bool = False) -> None:
+    """hidden [T, D] += the CPU's answer to the last job, if there was one."""
+    bell, width = share.bell, hidden.shape[1]
+    _await_cpu[(len(hidden),)](
+        hidden, share.state, share.clock, bell.answered, bell.failed, bell.sums, bell.out, limit_ns,
+        WIDTH=width, WIDE=triton.next_power_of_2(width), **_launch(dependent), num_warps=4,
+    )  # fmt: skip
+
+
+def taken_torch(
+    ids: Tensor, tiers: Tensor, table: Tensor, inner: int, whole: bool = False
+) -> Tensor:
+    """The plain twin of what `ring` decides: int32 [T, K]."""
+    missing = [expert for expert in ids.flatten().tolist() if tiers[expert]]
+    order = list(dict.fromkeys(missing))
+    total = int(table[len(order)])
+    if whole:
+        total = (total + inner // 2) // inner * inner
+    own = {e: min(max(total - rank * inner, 0), inner) for rank, e in enumerate(order)}
+    found = [own.get(expert, 0) for expert in ids.flatten().tolist()]
+    if whole:
+        found = [-1 if n else e for n, e in zip(found, ids.flatten().tolist(), strict=True)]
+    return torch.tensor(found, dtype=torch.int32).view(ids.shape)

@@ -1,0 +1,162 @@
+"""adaptive where the device reads misses from RAM: all layers of a step at once, behind it.
+
+An upload serves later steps only and takes the link as long as a miss, so it must save more than
+one. Policies of different memory compete, each with a simulated cache over a sample of the layers;
+hits count for it and uploads against it. One of them moves nothing, which is the best there is
+where all experts are used about equally often. No measured time takes part.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from coterie.moe.dispatch.base import StrategyContext
+    from coterie.moe.store.base import Key
+
+Mask = npt.NDArray[np.bool_]
+Values = npt.NDArray[np.float64]
+
+# visits of its layer after which a use counts half; uses by which an expert must lead the one that
+# it replaces; the score of one count in the heatmap
+_HALF_LIFE = np.array([np.inf, np.inf, 64.0, 16.0, 5.0, 1.5])
+_MARGIN = np.array([np.inf, 2.0, 2.0, 1.5, 1.0, 0.25])
+_PRIOR = np.array([4.0, 4.0, 0.0, 0.0, 0.0, 0.0])
+# the first leader
+_FREQUENCY = 1
+_WATCHED_LAYERS = 6
+# in the election a hit counts half after this many tokens
+_KEEP = 0.5 ** (1.0 / 128.0)
+# by this share of its own hits, and this many, another policy must lead to replace the leader
+_AHEAD, _AHEAD_HITS = 0.02, 1.0
+# uploads behind a step without a prompt
+_MOST = 48
+
+
+class InPlacePlacement:
+    """Which experts are in slots, decided once behind every step."""
+
+    def __init__(self, context: StrategyContext) -> None:
+        geometry, self._slots = context.geometry, context.slots
+        self._geometry, shape = geometry, (len(geometry.layers), geometry.num_experts)
+        self._row = {layer: row for row, layer in enumerate(geometry.layers)}
+        counts = np.zeros(shape) if context.heatmap is None else context.heatmap.counts
+        # [policies, layers, experts], in uses of now
+        self._scores: Values = _PRIOR[:, None, None] * counts
+        self._decay: Values = 0.5 ** (1.0 / _HALF_LIFE)
+        self._present = np.zeros(shape, dtype=bool)
+        for row, layer in enumerate(geometry.layers):
+            self._present[row, list(geometry.present(layer))] = True
+        step = max(1, shape[0] // _WATCHED_LAYERS)
+        self._watched = np.arange(step // 2, shape[0], step)
+        self._shadow_slots = round(context.slots.num_slots * len(self._watched) / shape[0])
+        # [policies, watched layers, experts]: what each policy would have in slots, from the first
+        # step on; and its hits less its uploads
+        self._shadows: Mask | None = None
+        self._net: Values = np.zeros(len(_MARGIN))
+        self._leader = _FREQUENCY
+        self._here, self._movable = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+        self._known_changes = -1
+        # experts that replaced another
+        self.replaced = 0
+
+    def step(self, rows: npt.NDArray[np.int64], phase: str) -> list[tuple[Key, int]]:
+        """A step used experts so often, [layers, experts]: what to load for later ones."""
+        self._refresh()
+        used = rows > 0
+        if self._shadows is None:
+            self._shadows = np.repeat(self._here[self._watched][None], len(_MARGIN), axis=0)
+        self._net += (self._shadows & used[self._watched]).sum(axis=(1, 2))
+        self._record(rows, used, phase)
+        self._elect(used)
+        self._net *= _KEEP
+        return self._move(_MOST if phase == "decode" else rows.size)
+
+    def _record(self, rows: npt.NDArray[np.int64], used: Mask, phase: str) -> None:
+        """Each row of a prompt counts as one visit, as if all rows used the same experts; a batch
+        of decoded rows is one visit."""
+        if phase == "decode":
+            self._scores = self._scores * self._decay[:, None, None] + used
+            return
+        visits = max(1, int(rows[0].sum()) // self._geometry.top_k)
+        decay = self._decay**visits
+        with np.errstate(invalid="ignore", divide="ignore"):
+            weights = (1.0 - decay) / (1.0 - self._decay)
+        weights = np.where(self._decay < 1.0, weights, visits) / visits
+        self._scores = self._scores * decay[:, None, None] + weights[:, None, None] * rows
+
+    def _elect(self, used: Mask) -> None:
+        """Replay the step in the simulated caches, then see who leads."""
+        assert self._shadows is not None
+        asked = used[self._watched].reshape(-1)
+        for policy, margin in enumerate(_MARGIN):
+            if margin == np.inf:
+                continue
+            members = self._shadows[policy].reshape(-1)
+            values = self._scores[policy][self._watched].reshape(-1)
+            free = self._shadow_slots - int(members.sum())
+            more = exchange(values, members, asked & ~members, members, margin, free, asked.size)
+            members[more[0]] = True
+            members[more[1]] = False
+            self._net[policy] -= len(more[0])
+        best, led = int(np.argmax(self._net)), float(self._net[self._leader])
+        if self._net[best] > led + abs(led) * _AHEAD + _AHEAD_HITS:
+            self._leader = best
+
+    def _move(self, most: int) -> list[tuple[Key, int]]:
+        margin = float(_MARGIN[self._leader])
+        if margin == np.inf:
+            return []
+        slots, shape = self._slots, self._here.shape
+        here, wanted = self._here.reshape(-1), (self._present & ~self._here).reshape(-1)
+        values = self._scores[self._leader].reshape(-1)
+        movable = self._movable.reshape(-1)
+        taken, lost = exchange(values, here, wanted, movable, margin, slots.free(), most)
+        for number in lost.tolist():
+            slots.evict(self._key(number, shape[1]))
+        keys = [self._key(number, shape[1]) for number in taken.tolist()]
+        loads = [(key, slots.place(key)) for key in keys]
+        here[lost] = movable[lost] = False
+        here[taken] = movable[taken] = True
+        self._known_changes = slots.changes
+        self.replaced += len(lost)
+        return loads
+
+    def _key(self, number: int, width: int) -> Key:
+        return self._geometry.layers[number // width], number % width
+
+    def _refresh(self) -> None:
+        """Another strategy may have changed slots or pins."""
+        slots = self._slots
+        if slots.changes == self._known_changes:
+            return
+        self._known_changes = slots.changes
+        self._here[:] = self._movable[:] = False
+        for key in list(slots.keys()):
+            at = self._row[key[0]], key[1]
+            self._here[at], self._movable[at] = True, not slots.is_pinned(key)
+
+
+def exchange(
+    values: Values, members: Mask, wanted: Mask, movable: Mask, margin: float, free: int, most: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The numbers of those that come and of those that go, at most `most`: the highest of `wanted`
+    fill `free` places (if they have a value at all), then replace the lowest `movable` members that
+    they lead by `margin`."""
+    lowest = np.flatnonzero(members & movable)
+    bar = float(values[lowest].min()) + margin if len(lowest) else np.inf
+    coming = np.flatnonzero(wanted & (values > (0.0 if free > 0 else bar)))
+    coming = coming[np.argsort(-values[coming], kind="stable")][:most]
+    filling, coming = coming[: max(0, free)], coming[max(0, free) :]
+    count = min(len(coming), len(lowest))
+    if not count:
+        return filling, lowest[:0]
+    if count < len(lowest):
+        lowest = lowest[np.argpartition(values[lowest], count - 1)[:count]]
+    lowest = lowest[np.argsort(values[lowest], kind="stable")]
+    coming = coming[:count]
+    leads = values[coming] > values[lowest] + margin
+    return np.concatenate((filling, coming[leads])), lowest[leads]

@@ -1,0 +1,283 @@
+"""Experts beside a CUDA device: all in the host's bank, the strategy's choice also in slots.
+
+Kernels read an expert that is in no slot over the link, where it lies; nothing is decided or waited
+for inside a step. Steps with a longer prompt copy ahead what they will read (`prompt_stream`).
+Strategies decide between steps, from the experts that the step before used: what
+they would have loaded for it is copied beside the next steps and serves the ones after. With no
+move pending, a decision changes a table on the device and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.kernels.device_record import device_record
+from coterie.moe.dispatch.base import Demand
+from coterie.moe.runtime.bank_uploads import BankUploads, Loads
+from coterie.moe.runtime.cpu_share import open_share
+from coterie.moe.runtime.device_pool import DevicePool, PlaceTable, ResidentExperts
+from coterie.moe.runtime.prompt_stream import PromptStream
+from coterie.moe.runtime.step import first_uses
+from coterie.moe.runtime.usage import UsageTally
+from coterie.moe.runtime.waiting_loads import WaitingLoads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from coterie.moe.dispatch.base import Strategy
+    from coterie.moe.runtime.host_bank import HostBank
+    from coterie.moe.runtime.resident import StepDemands
+    from coterie.moe.runtime.setup import RuntimeParts
+    from coterie.moe.runtime.trace import Trace
+    from coterie.moe.runtime.usage import UsageTelemetry
+    from coterie.moe.store.base import Key
+
+
+# experts about which strategies decide while a step decodes: those of four rows of a large model
+_AT_ONCE = 1536
+# waiting experts that are copied at one time, twice behind a step: no token waits long for them
+_WAITED_AT_ONCE = 24
+
+
+class BankedExperts:
+    """Only the engine's thread may call it."""
+
+    def __init__(self, parts: RuntimeParts, bank: HostBank, telemetry: UsageTelemetry) -> None:
+        self._parts, self._bank, self._telemetry = parts, bank, telemetry
+        geometry, store = parts.store.geometry, parts.store
+        self._geometry, self._slots, self._tier = geometry, parts.slots, parts.device
+        layouts = {layer: store.layout(layer) for layer in geometry.layers}
+        records = {layer: device_record(layout) for layer, layout in layouts.items()}
+        known = {layer: record for layer, record in records.items() if record is not None}
+        self._record_bytes = np.array([known[layer].nbytes for layer in geometry.layers])
+        self._row = {layer: row for row, layer in enumerate(geometry.layers)}
+        self._table = PlaceTable(geometry, parts.device, bank)
+        sizes = {layer: record.nbytes for layer, record in known.items()}
+        self._uploads = BankUploads(bank, parts.device, self._table, sizes)
+        experts = ResidentExperts({}, layouts, self._table.on_device())
+        self.pool = DevicePool(
+            self._table.arena, None, self._table.places, self._table.tiers, known, experts, bank
+        )
+        # bytes per second from the bank
+        self.link_rate = float("inf")
+        self._waiting = WaitingLoads(parts.slots, parts.device)
+        # decisions about steps in order, each in parts, and what was exchanged since `record` told
+        self._undecided: deque[Iterator[int]] = deque()
+        self._exchanged = 0
+        self.prompts: PromptStream | None = None
+        if parts.device.buffers:
+            self.prompts = PromptStream(geometry, known, parts.device, self._table, bank)
+            self._uploads.near = self.prompts.record
+
+    def start(self) -> int:
+        """Fill the bank, and the slots that strategies want full before the first request. Returns
+        the bytes read from the store."""
+        count = self._bank.fill()
+        self.link_rate = self._uploads.measure_link(self._geometry.keys())
+        if self.prompts is not None:
+            self.prompts.measure(self.pool)
+            # of copies that are not interrupted
+            self.link_rate = max(self.link_rate, self.prompts.rates.copy)
+        share = open_share(self._bank, self._geometry, self.pool.records)
+        # kernels read over the link slower than copies
+        read = self.link_rate if self.prompts is None else self.prompts.rates.read
+        if share is not None and share.start(read):
+            self.pool = replace(self.pool, share=share)
+        elif share is not None:
+            share.close()
+        for strategy in dict.fromkeys(self._parts.strategies.values()):
+            self._uploads.start(strategy.start())
+        self._publish()
+        return count
+
+    def prompt_pool(self, rows: int) -> DevicePool | None:
+        """For a step of so many rows, of which some are of a prompt: copies begin now. None: its
+        kernels read what is missing from the bank, as in any step."""
+        if self.prompts is None:
+            return None
+        self._end_prompt()
+        found = self.prompts.pool(self.pool, rows, self._free_loads, self._uploads.near_read)
+        if found is not None:
+            # until the step has run, these are in no slot; the step itself has its own table
+            self._uploads.begin(self.prompts.kept)
+            self._placed()
+        return found
+
+    def _free_loads(self, copied: NDArray[np.bool_]) -> Loads:
+        """What the next step with a prompt brings to slots while it runs."""
+        return () if self._uploads.is_busy else self._waiting.take_free(self._row, copied)
+
+    def finish(self) -> None:
+        """Slots have what the strategies want."""
+        self.decide()
+        self._end_prompt()
+        self.move((), most_waited=self._geometry.total)
+        self._publish()
+
+    def _end_prompt(self) -> None:
+        """Later steps find what the last one with a prompt has brought."""
+        if self.prompts is None or not self.prompts.kept:
+            return
+        kept, self.prompts.kept = self.prompts.kept, ()
+        if self.prompts.stream.is_complete:
+            self._uploads.end(kept)
+            self._placed()
+        else:
+            self._uploads.undo(kept)
+            self._waiting.add(kept)
+
+    def record(self, found: ResidentExperts, demands: StepDemands, seconds: float) -> int:
+        """Count a step, then let the strategy move experts for later ones; behind a prompt, whose
+        many experts take long to decide about, not before `decide`. Returns how many strategies
+        exchanged because of a higher score since the last call."""
+        self._count(found, demands, seconds)
+        if self.pool.share is not None:
+            self.pool.share.follow()
+        self._publish()
+        self._end_prompt()
+        if self.prompts is not None and self.prompts.ended(demands.rows):
+            self._placed()
+        strategy = self._parts.strategies[demands.phase]
+        if strategy.settled():
+            strategy.observe(demands.rows)
+        else:
+            self._undecided.append(self._decisions(strategy, demands))
+            if self.prompts is None or (demands.phase == "decode" and len(self._undecided) == 1):
+                self.decide()
+        made, self._exchanged = self._exchanged, 0
+        return made
+
+    def launched(self, copies: bool) -> None:
+        """A step was enqueued: decide while it is computed; about a part where it takes less time
+        than a step that `copies` experts."""
+        self.decide(None if copies else _AT_ONCE)
+
+    def decide(self, most: int | None = None) -> None:
+        """Let strategies decide about steps that have run, until that was done for so many
+        experts."""
+        spent = 0
+        while self._undecided and (most is None or spent < most):
+            count = next(self._undecided[0], None)
+            if count is None:
+                self._undecided.popleft()
+            else:
+                spent += count
+
+    def _decisions(self, strategy: Strategy, demands: StepDemands) -> Iterator[int]:
+        """Decide about a step, at once or layer by layer; yields numbers of experts."""
+        loads: dict[int, Key] = {}
+        superseded: list[tuple[Key, int]] = []
+        before = strategy.replaced
+        whole = strategy.decide_behind(demands.rows, demands.phase)
+        if whole is not None:
+            loads = {slot: key for key, slot in whole}
+            self._exchanged += strategy.replaced - before
+        for demand in demands_of(self._geometry.layers, demands) if whole is None else ():
+            before = strategy.replaced
+            first_uses(self._slots, demand)
+            for wave in strategy.decide(demand):
+                for key, slot in wave.load:
+                    if slot in loads:
+                        superseded.append((loads[slot], slot))
+                    loads[slot] = key
+            self._exchanged += strategy.replaced - before
+            yield len(demand.experts)
+        wanted, lost = self._still_wanted(strategy, loads, superseded)
+        if demands.phase == "prefill" and self.prompts is not None and not lost:
+            self._waiting.add(wanted)
+        else:
+            self.move(wanted, lost)
+
+    def _still_wanted(
+        self, strategy: Strategy, loads: dict[int, Key], superseded: list[tuple[Key, int]]
+    ) -> tuple[Loads, Loads]:
+        """What the strategy would have loaded during the step and still wants behind the last
+        layer; and, of one that loads everything again each time, what it has lost by then."""
+        wanted = [(key, at) for at, key in loads.items() if self._slots.slot_of(key) == at]
+        if strategy.loads_again:
+            kept = set(wanted)
+            superseded += [(key, at) for at, key in loads.items() if (key, at) not in kept]
+            return wanted, superseded
+        return [(key, at) for key, at in wanted if self._tier.slot_of(key) != at], ()
+
+    def move(
+        self, loads: Loads, superseded: Loads = (), most_waited: int = _WAITED_AT_ONCE
+    ) -> None:
+        """Copy experts into their slots, beside the next steps, and some of those that waited: a
+        step waits for the copies that were begun two steps before."""
+        taken = {slot for _, slot in loads}
+        waiting = self._waiting.take(most_waited)
+        waited = [(key, slot) for key, slot in waiting if slot not in taken]
+        loads = (*waited, *loads)
+        self._uploads.start(loads, superseded)
+        for key, _ in (*superseded, *loads):
+            if self._uploads.near(key) is not None:
+                continue
+            tally = UsageTally()
+            tally.host_hits = 1
+            tally.moved_bytes = moved = int(self._record_bytes[self._row[key[0]]])
+            tally.io_s = moved / self.link_rate
+            self._telemetry.add(key[0], tally)
+
+    def _publish(self) -> None:
+        if self._uploads.publish():
+            self._placed()
+
+    def _placed(self) -> None:
+        """The table has changed."""
+        experts = replace(self.pool.experts, on_device=self._table.on_device())
+        self.pool = replace(self.pool, experts=experts)
+
+    def _count(self, found: ResidentExperts, demands: StepDemands, seconds: float) -> None:
+        """Time is divided equally by layers; what the link took for the misses is its part."""
+        used = demands.rows > 0
+        hits = (used & found.on_device).sum(axis=1)
+        misses = used.sum(axis=1) - hits
+        crossed = used & ~found.on_device
+        # of the experts that are read: the CPU computes in no step that copies
+        part = 0.0 if self.pool.share is None else self.pool.share.part
+        if found.copied is not None:
+            crossed, part = crossed | found.copied, 0.0
+        moved = (crossed.sum(axis=1) * self._record_bytes * (1 - part)).astype(np.int64)
+        each, whole = seconds / len(hits), UsageTally()
+        for row, layer in enumerate(self._geometry.layers):
+            tally = UsageTally()
+            tally.device_hits, tally.device_misses = int(hits[row]), int(misses[row])
+            tally.host_hits, tally.moved_bytes = int(misses[row]), int(moved[row])
+            tally.io_s = float(moved[row]) / self.link_rate
+            tally.stall_s = min(each, tally.io_s)
+            tally.compute_s = each - tally.stall_s
+            self._telemetry.add(layer, tally)
+            if demands.by_sequence is not None:
+                whole.add(tally)
+        if demands.by_sequence is not None:
+            self._telemetry.attribute_in_place(demands.by_sequence, whole)
+
+    def report_share(self) -> Mapping[str, Any]:
+        """What the CPU computes; empty: nothing."""
+        return {} if self.pool.share is None else self.pool.share.report()
+
+    def trace(self, demands: StepDemands, trace: Trace) -> None:
+        for demand in demands_of(self._geometry.layers, demands):
+            trace.record(demand)
+
+    def close(self) -> None:
+        self._uploads.close()
+        if self.pool.share is not None:
+            self.pool.share.close()
+        if self.prompts is not None:
+            self.prompts.close()
+        self._bank.close()
+
+
+def demands_of(layers: tuple[int, ...], demands: StepDemands) -> Iterator[Demand]:
+    """The demands of a step, layer by layer."""
+    rows: NDArray[np.int64] = demands.rows
+    for layer, own in zip(layers, rows, strict=True):
+        used = np.flatnonzero(own)
+        yield Demand(layer, demands.phase, tuple(used.tolist()), tuple(own[used].tolist()))

@@ -1,0 +1,286 @@
+"""The CPU computes a part of the experts that a step would read over the link.
+
+Both begin with the same experts at the same time: the device reads channels of them from the bank,
+and the CPU computes the others where they lie. How many channels each gets follows from the rates
+of both, which are measured at start and then from the steps themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from coterie.core.errors import Unavailable
+from coterie.kernels.cpu.build import native
+from coterie.kernels.cpu.share import ShareBell, ShareCoordinator, ShareRecords
+from coterie.kernels.expert_layout import GROUP
+from coterie.moe.runtime.tiers import MemoryArena
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from coterie.kernels.cpu.build import NativeLibrary
+    from coterie.kernels.device_record import DeviceRecord
+    from coterie.kernels.triton.cpu_share import ShareState
+    from coterie.moe.runtime.host_bank import HostBank
+    from coterie.moe.store.base import ExpertGeometry
+
+# pairs of a step that may be shared; rows follow from the experts of each
+MAX_PAIRS = 256
+# cores that the CPU's share leaves to everything else
+SPARE_CORES = 2
+# a step waits so long for an answer, by the device's clock
+LIMIT_NS = 400_000_000
+# what a job costs the CPU before its first byte and after its last, and the device without misses
+_JOB_S, _LAYER_S = 12e-6, 12e-6
+# less than this is not worth a job
+_LEAST_GAIN_S = 10e-6
+# jobs from which rates are taken, the weight of a new rate, and the change from which on the device
+# gets a new table
+_JOBS, _NEW, _CHANGE = 96, 0.5, 0.03
+# a device that waits longer than this part of its own time; and steps without jobs behind which the
+# CPU is tried again
+_LONG_WAIT, _QUIET_STEPS = 0.1, 1000
+# rates of steps, relative to those at start
+_SLOWEST, _FASTEST = 16, 1.5
+# jobs of the measurement at start, and experts in each
+_MEASURED_JOBS, _MEASURED_EXPERTS = 24, 4
+
+
+@dataclass(frozen=True, slots=True)
+class ShareRates:
+    """Bytes per second of expert weights."""
+
+    link: float
+    cpu: float
+
+    def split(self, channels: int, channel_bytes: float) -> int:
+        """Of so many channels, those for the CPU: both end together, and earlier than the better
+        one would alone."""
+        by_link, by_cpu = channel_bytes / self.link, channel_bytes / self.cpu
+        both = int((channels * by_link + _LAYER_S - _JOB_S) / (by_link + by_cpu))
+        below = max(0, both) // GROUP * GROUP
+
+        def seconds(own: int) -> float:
+            if own == 0:
+                return channels * by_link + _LAYER_S
+            return max((channels - own) * by_link + _LAYER_S, own * by_cpu + _JOB_S)
+
+        own = min((0, below, below + GROUP, channels), key=lambda n: (n > channels, seconds(n)))
+        return own if seconds(0) - seconds(own) >= _LEAST_GAIN_S else 0
+
+    def table(self, experts: int, record: DeviceRecord) -> list[int]:
+        """Channels for the CPU by the number of missing experts, 0 to `experts`."""
+        inner = record.intermediate
+        each = record.nbytes / inner
+        return [self.split(count * inner, each) for count in range(experts + 1)]
+
+
+class CpuShare:
+    """Only the engine's thread may call it."""
+
+    def __init__(
+        self, bank: HostBank, geometry: ExpertGeometry, record: DeviceRecord, library: NativeLibrary
+    ) -> None:
+        from coterie.kernels.triton.cpu_share import ShareState
+
+        device, top_k = bank.device, geometry.top_k
+        self.record, self.max_rows = record, MAX_PAIRS // top_k
+        self.threads = max(1, len(os.sched_getaffinity(0)) - SPARE_CORES)
+        sizes = self.max_rows, self.max_rows * top_k, record.hidden
+        self._arena = MemoryArena(ShareBell.nbytes(*sizes), pinned=device.type == "cuda")
+        self._bell = ShareBell(self._arena.view(0, ShareBell.nbytes(*sizes)), *sizes)
+        self.state: ShareState = ShareState.new(self._bell, geometry.num_experts, device)
+        layers = []
+        for layer in geometry.layers:
+            present = set(geometry.present(layer))
+            every = range(geometry.num_experts)
+            records = [bank.record(layer, e) if e in present else None for e in every]
+            layers.append(ShareRecords(records, record))
+        self._layers, self._geometry = layers, geometry
+        self._coordinator = ShareCoordinator(library, self._bell, layers, self.threads)
+        # at start, when nothing else runs; and now
+        self.measured = self.rates = ShareRates(float("inf"), 0.0)
+        # rates of which the device has the table
+        self._sent: ShareRates | None = None
+        # whether that table gives the CPU anything, and the steps since the last rates
+        self._gives, self._quiet = False, 0
+        self._taken: dict[tuple[int, ...], Tensor] = {}
+        self._sums = [0] * len(self._bell.sums)
+        self._counts = self._coordinator.counts()
+        # of the bytes of missing experts, the CPU's part in the last steps
+        self.part = 0.0
+        # steps that failed, and whether the CPU gets nothing since
+        self.failures, self._is_off, self._failed = 0, False, 0
+
+    def start(self, link_rate: float) -> bool:
+        """Measure the CPU. Returns whether its share is worth anything."""
+        self.measured = ShareRates(link_rate, self._measure())
+        self.rates = self.measured
+        self._send()
+        return any(self.rates.table(self._geometry.num_experts, self.record))
+
+    @torch.inference_mode()
+    def _measure(self) -> float:
+        """Bytes per second of jobs with whole experts, before any step has run."""
+        bell, pairs = self._bell, self._bell.pairs
+        bell.x.normal_()
+        one = torch.ones(1).view(torch.int32)
+        before = self._coordinator.counts()
+        for number in range(1, _MEASURED_JOBS + 1):
+            row = number * 7 % len(self._layers)
+            layer = self._geometry.layers[row]
+            present = self._geometry.present(layer)
+            for at in range(_MEASURED_EXPERTS):
+                expert = present[(number * 5 + at * 11) % len(present)]
+                pairs[at] = torch.tensor([expert, 0, self.record.intermediate, int(one)])
+            bell.job.copy_(torch.tensor([row, 1, _MEASURED_EXPERTS]))
+            if number == 5:  # the threads are awake and have seen their memory
+                before = self._coordinator.counts()
+            bell.rung.fill_(number)
+            if not self._answered(number, LIMIT_NS / 1e9):
+                return 0.0
+        self.state.state[0] = _MEASURED_JOBS
+        now = self._counts = self._coordinator.counts()
+        return (now.nbytes - before.nbytes) / max(1e-9, (now.busy_ns - before.busy_ns) / 1e9)
+
+    def _answered(self, number: int, seconds: float) -> bool:
+        answered, end = self._bell.answered.numpy(), time.perf_counter() + seconds
+        while answered[0] != number:
+            if time.perf_counter() > end:
+                return False
+        return True
+
+    def room(self, shape: tuple[int, ...]) -> Tensor:
+        """int32 zeros of this shape, always the same: what the CPU takes of each pair."""
+        if shape not in self._taken:
+            device = self.state.table.device
+            self._taken[shape] = torch.zeros(shape, dtype=torch.int32, device=device)
+        return self._taken[shape]
+
+    def wake(self) -> None:
+        """A step was launched."""
+        self._coordinator.wake()
+
+    def pause(self, paused: bool) -> None:
+        """Stop answering: for tests."""
+        self._coordinator.pause(paused)
+
+    def check(self) -> None:
+        """A step has ended: raises if it waited for the CPU in vain. Behind a failure the CPU gets
+        nothing until it has answered."""
+        failed = int(self._bell.failed.numpy()[0])
+        if failed != self._failed:
+            self._failed, self._is_off = failed, True
+            self.failures += 1
+            raise Unavailable(
+                f"the CPU's part of this step's experts did not come within {LIMIT_NS / 1e9:g} s; "
+                "the next steps run without it",
+                retry_after_s=0.0,
+            )
+        answered, rung = self._bell.answered.numpy(), self._bell.rung.numpy()
+        if self._is_off and answered[0] == rung[0]:
+            with torch.inference_mode():
+                self.state.state[2:3].zero_()
+            self._is_off = False
+
+    def follow(self) -> None:
+        """Between steps: take the rates from the last ones, and send a table if they changed."""
+        sums = self._bell.sums.tolist()
+        jobs, device_ns, wait_ns, channels = (
+            new - old for new, old in zip(sums, self._sums, strict=True)
+        )
+        if jobs < _JOBS:
+            self._try_again()
+            return
+        self._quiet = 0
+        counts = self._coordinator.counts()
+        nbytes, busy_ns = counts.nbytes - self._counts.nbytes, counts.busy_ns - self._counts.busy_ns
+        self._sums, self._counts = sums, counts
+        link_ns = device_ns - jobs * _LAYER_S * 1e9
+        link_bytes = channels * self.record.nbytes / self.record.intermediate
+        self.part = nbytes / max(1.0, nbytes + link_bytes)
+        if wait_ns > _LONG_WAIT * device_ns:
+            # the CPU was late for whatever reason: its threads may not have run at all
+            busy_ns = max(busy_ns, device_ns + wait_ns - int(jobs * _JOB_S * 1e9))
+        link, cpu, start = self.rates.link, self.rates.cpu, self.measured
+        if link_ns < jobs * _LAYER_S * 1e9:
+            # the link had next to nothing to do, so its rate is not known
+            link = _mixed(link, start.link)
+        else:
+            link = _mixed(link, _within(link_bytes / link_ns * 1e9, start.link))
+        if busy_ns > 0 and nbytes > 0:
+            cpu = _mixed(cpu, _within(nbytes / busy_ns * 1e9, start.cpu))
+        self.rates, sent = ShareRates(link, cpu), self._sent
+        if sent is None or _differ(sent.link, self.rates.link) or _differ(sent.cpu, self.rates.cpu):
+            self._send()
+
+    def _try_again(self) -> None:
+        """Where the CPU was too slow to get anything, it gets what it could do at start now and
+        then: without jobs nobody would notice that it is faster again."""
+        self._quiet += 1
+        if self._quiet >= _QUIET_STEPS and not self._gives:
+            self._quiet, self.rates = 0, self.measured
+            self._send()
+
+    @torch.inference_mode()
+    def _send(self) -> None:
+        """Behind all steps that were launched."""
+        table = torch.zeros(len(self.state.table), dtype=torch.int32)
+        if self.rates.cpu > 0:
+            values = self.rates.table(len(table) - 1, self.record)
+            table = torch.tensor(values, dtype=torch.int32)
+        self._gives = bool(table.any())
+        if self.state.table.is_cuda:
+            table = table.pin_memory()
+        self.state.table.copy_(table, non_blocking=True)
+        self._sent = self.rates
+
+    def report(self) -> Mapping[str, Any]:
+        counts = self._coordinator.counts()
+        return {
+            "threads": self.threads,
+            "link_rate": self.rates.link,
+            "cpu_rate": self.rates.cpu,
+            "measured_cpu_rate": self.measured.cpu,
+            "part": self.part,
+            "jobs": counts.jobs,
+            "bytes": counts.nbytes,
+            "busy_s": counts.busy_ns / 1e9,
+            "wait_s": self._bell.sums.tolist()[2] / 1e9,
+            "failures": self.failures,
+        }
+
+    def close(self) -> None:
+        """No step runs any more."""
+        self._coordinator.close()
+        self._arena.close()
+
+
+def open_share(
+    bank: HostBank, geometry: ExpertGeometry, records: Mapping[int, DeviceRecord]
+) -> CpuShare | None:
+    """None without a compiler, and where layers have different experts."""
+    library, (first, *others) = native(), records.values()
+    same = all(each == first for each in others)
+    if library is None or not same or bank.device.type != "cuda" or geometry.top_k > MAX_PAIRS:
+        return None
+    return CpuShare(bank, geometry, first, library)
+
+
+def _mixed(old: float, new: float) -> float:
+    return (1 - _NEW) * old + _NEW * new
+
+
+def _within(rate: float, measured: float) -> float:
+    """A step that was interrupted, or compiled a kernel, tells nothing about rates."""
+    return min(max(rate, measured / _SLOWEST), measured * _FASTEST)
+
+
+def _differ(one: float, other: float) -> bool:
+    return abs(one - other) > _CHANGE * one

@@ -1,0 +1,187 @@
+"""The native thread that computes the CPU's share of a step, against torch on random records."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from coterie.kernels.cpu.build import find_compiler, native
+from coterie.kernels.cpu.share import ShareBell, ShareCoordinator, ShareRecords, share_torch
+from coterie.kernels.device_record import DeviceRecord
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+pytestmark = needs_compiler
+
+# integers of 15 bits stand for the input of int8 and int4
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-5, "int8": 1e-3, "int4": 1e-3}
+# whole vectors; groups that are a part of one
+SHAPES = ((256, 128), (160, 96))
+EXPERTS = 5
+
+
+def bell_of(rows: int, pairs: int, hidden: int) -> ShareBell:
+    memory = torch.zeros(ShareBell.nbytes(rows, pairs, hidden), dtype=torch.uint8)
+    return ShareBell(memory, rows, pairs, hidden)
+
+
+def random_records(kind: str, hidden: int, inner: int) -> ShareRecords:
+    """Expert 3 is missing."""
+    record = DeviceRecord(kind, hidden, inner)
+    rows = torch.randint(0, 256, (EXPERTS, record.nbytes), dtype=torch.uint8)
+    matrices, scales = record.gate_up_scales_at, record.nbytes - record.gate_up_scales_at
+    for own in rows:
+        if kind in ("fp32", "bf16"):
+            dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+            values = torch.randn(matrices // dtype.itemsize) * 0.1
+            own[:matrices] = values.to(dtype).view(torch.uint8)
+        else:
+            values = torch.rand(scales // 2) * (1e-3 if kind == "int8" else 2e-2)
+            if kind == "int4":
+                values[1::2] *= -7
+            own[matrices:] = values.half().view(torch.uint8)
+    return ShareRecords([None if e == 3 else own for e, own in enumerate(rows)], record)
+
+
+@contextmanager
+def answering(bell: ShareBell, layers: list[ShareRecords]) -> Iterator[ShareCoordinator]:
+    library = native()
+    assert library is not None
+    coordinator = ShareCoordinator(library, bell, layers, 2)
+    try:
+        yield coordinator
+    finally:
+        coordinator.close()
+
+
+def random_job(rows: int, inner: int, hidden: int) -> tuple[Tensor, Tensor]:
+    count = int(torch.randint(1, 13, ()))
+    pairs = torch.zeros((count, 4), dtype=torch.int32)
+    pairs[:, 0] = torch.tensor([0, 1, 2, 4])[torch.randint(0, 4, (count,))]
+    pairs[:, 1] = torch.randint(0, rows, (count,))
+    pairs[:, 2] = 32 * torch.randint(1, inner // 32 + 1, (count,))
+    pairs[:, 3] = torch.rand(count).view(torch.int32)
+    return torch.randn(rows, hidden), pairs
+
+
+def ring(bell: ShareBell, x: Tensor, pairs: Tensor, number: int, layer: int = 0) -> None:
+    bell.x[: len(x)] = x
+    bell.pairs[: len(pairs)] = pairs
+    bell.job.copy_(torch.tensor([layer, len(x), len(pairs)], dtype=torch.int32))
+    bell.rung.fill_(number)
+
+
+def answers(bell: ShareBell, number: int, seconds: float = 30.0) -> bool:
+    answered, end = bell.answered.numpy(), time.perf_counter() + seconds
+    while answered[0] != number and time.perf_counter() < end:
+        time.sleep(1e-4)
+    return bool(answered[0] == number)
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
+def test_share_is_that_of_torch(kind: str) -> None:
+    torch.seed()
+    for hidden, inner in SHAPES:
+        bell, layers = bell_of(9, 12, hidden), [random_records(kind, hidden, inner)] * 2
+        with answering(bell, layers) as coordinator:
+            for number, rows in enumerate((1, 2, 9), start=1):
+                x, pairs = random_job(rows, inner, hidden)
+                ring(bell, x, pairs, number, layer=1)
+                assert answers(bell, number)
+                want = share_torch(layers[1], x, pairs)
+                error = (bell.out[:rows] - want).abs().max() / want.abs().max()
+                assert error < TOLERANCE[kind], (hidden, rows)
+            found = coordinator.counts()
+            assert found.jobs == 3 and found.nbytes > 0 and found.busy_ns > 0
+
+
+def test_rows_do_not_depend_on_one_another() -> None:
+    bell, layer = bell_of(5, 12, 160), random_records("int4", 160, 96)
+    pairs = torch.tensor([[e, row, 64, 0] for e in (0, 4) for row in range(5)], dtype=torch.int32)
+    pairs[:, 3] = torch.rand(len(pairs)).view(torch.int32)
+    x = torch.randn(5, 160)
+    with answering(bell, [layer]):
+        ring(bell, x, pairs, 1)
+        assert answers(bell, 1)
+        together = bell.out[:5].clone()
+        for row in range(5):
+            own = pairs[pairs[:, 1] == row]
+            own[:, 1] = 0
+            ring(bell, x[row : row + 1], own, row + 2)
+            assert answers(bell, row + 2)
+            assert torch.equal(bell.out[0], together[row])
+
+
+def test_what_makes_no_sense_is_left_out() -> None:
+    bell, layer = bell_of(2, 12, 160), random_records("fp32", 160, 96)
+    one = np.float32(1.0).view(np.int32)
+    good = [0, 1, 32, one]
+    bad = [[3, 0, 32, one], [EXPERTS, 0, 32, one], [-1, 0, 32, one], [0, 2, 32, one],
+           [0, 0, 33, one], [0, 0, 128, one], [0, -1, 32, one]]  # fmt: skip
+    pairs, x = torch.tensor([*bad, good], dtype=torch.int32), torch.randn(2, 160)
+    with answering(bell, [layer]) as coordinator:
+        ring(bell, x, pairs, 1)
+        assert answers(bell, 1)
+        want = share_torch(layer, x, pairs[-1:])
+        assert torch.allclose(bell.out, want, atol=1e-4) and not bell.out[0].any()
+        # no such layer, too many rows: nobody waits for them
+        ring(bell, x, pairs[-1:], 2, layer=7)
+        assert not answers(bell, 2, seconds=0.05)
+        ring(bell, x, pairs[-1:], 3)
+        assert answers(bell, 3)
+        assert coordinator.counts().refused == 1
+
+
+def test_sleeps_when_nothing_comes_and_wakes_up() -> None:
+    bell, layer = bell_of(1, 12, 160), random_records("fp32", 160, 96)
+    x, pairs = random_job(1, 96, 160)
+    with answering(bell, [layer]) as coordinator:
+        ring(bell, x, pairs, 1)
+        assert answers(bell, 1)
+        deadline = time.perf_counter() + 30
+        while coordinator.counts().naps == 0 and time.perf_counter() < deadline:
+            time.sleep(0.01)
+        begin, spent = time.perf_counter(), time.process_time()
+        time.sleep(0.5)
+        busy = (time.process_time() - spent) / (time.perf_counter() - begin)
+        assert coordinator.counts().naps > 0 and busy < 0.3
+        coordinator.wake()
+        ring(bell, x, pairs, 2)
+        assert answers(bell, 2)
+        # also without a wake-up
+        time.sleep(0.01)
+        ring(bell, x, pairs, 3)
+        assert answers(bell, 3)
+
+
+def test_paused_answers_nothing_and_then_the_last_job() -> None:
+    bell, layer = bell_of(1, 12, 160), random_records("fp32", 160, 96)
+    x, pairs = random_job(1, 96, 160)
+    with answering(bell, [layer]) as coordinator:
+        coordinator.pause(True)
+        ring(bell, x, pairs, 1)
+        ring(bell, x, pairs, 2)
+        assert not answers(bell, 2, seconds=0.05)
+        coordinator.pause(False)
+        coordinator.wake()
+        assert answers(bell, 2)
+        assert coordinator.counts().jobs == 1
+
+
+def test_thread_ends_with_its_owner() -> None:
+    bell, layer = bell_of(1, 12, 160), random_records("fp32", 160, 96)
+    library = native()
+    assert library is not None
+    before = len(os.listdir("/proc/self/task"))
+    coordinator = ShareCoordinator(library, bell, [layer], 2)
+    assert len(os.listdir("/proc/self/task")) == before + 2
+    del coordinator
+    gc.collect()
+    assert len(os.listdir("/proc/self/task")) == before

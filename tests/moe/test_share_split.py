@@ -1,0 +1,123 @@
+"""How a step's missing experts are divided between the link and the CPU, and what happens when the
+CPU does not answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from coterie.core.errors import Unavailable
+from coterie.kernels.cpu.build import find_compiler, native
+from coterie.kernels.device_record import DeviceRecord
+from coterie.moe.runtime import cpu_share
+from coterie.moe.runtime.cpu_share import CpuShare, ShareRates
+from tests.moe.test_bank import GEOMETRY, RECORD, DrawnStore, filled_bank
+
+pytest.importorskip("triton")
+
+LARGE = DeviceRecord("bf16", 2048, 768)
+
+
+def time_of(rates: ShareRates, channels: int, own: int, each: float) -> float:
+    """Seconds of a layer whose CPU part has `own` channels, without fixed costs."""
+    return max((channels - own) * each / rates.link, own * each / rates.cpu)
+
+
+@pytest.mark.parametrize("cpu", [5e9, 50e9, 90e9, 500e9])
+def test_both_end_together_and_no_later_than_one_alone(cpu: float) -> None:
+    rates, each = ShareRates(52e9, cpu), LARGE.nbytes / LARGE.intermediate
+    table = rates.table(8, LARGE)
+    assert table[0] == 0 and table == sorted(table)
+    for missing, own in enumerate(table):
+        channels = missing * LARGE.intermediate
+        assert own % 32 == 0 and 0 <= own <= channels
+        whole = time_of(rates, channels, own, each)
+        alone = min(time_of(rates, channels, 0, each), time_of(rates, channels, channels, each))
+        assert whole <= alone
+        if 0 < own < channels:
+            link, mine = (channels - own) * each / rates.link, own * each / rates.cpu
+            assert abs(link - mine) <= 32 * each * (1 / rates.link + 1 / rates.cpu)
+
+
+def test_a_slow_cpu_and_small_experts_get_nothing() -> None:
+    assert not any(ShareRates(52e9, 1e6).table(8, LARGE))
+    assert not any(ShareRates(52e9, 90e9).table(8, RECORD))
+
+
+@pytest.fixture
+def share() -> Iterator[CpuShare]:
+    if find_compiler() is None:
+        pytest.skip("no C++ compiler")
+    library = native()
+    assert library is not None
+    bank = filled_bank(DrawnStore())
+    found = CpuShare(cast("Any", bank), GEOMETRY, RECORD, library)
+    yield found
+    found.close()
+    bank.close()
+
+
+def test_rates_are_measured_and_then_follow_the_steps(share: CpuShare) -> None:
+    # the experts are small
+    assert not share.start(52e9)
+    assert share.rates.link == 52e9 and share.rates.cpu > 0
+    assert int(share.state.state[0]) == int(share._bell.rung) > 0
+    before, sums = share.rates, share._bell.sums
+    share.follow()
+    assert share.rates is before
+    # jobs, ns of the device, ns that it waited, channels over the link: a step that compiled
+    sums.copy_(torch.tensor([1000, 10**12, 0, 10]))
+    share.follow()
+    followed = share.rates.link
+    assert followed == pytest.approx(52e9 / 2 + 52e9 / 16 / 2, rel=1e-3)
+    # a link that has next to nothing to do does not look fast
+    sums.add_(torch.tensor([1000, 1000 * 13_000, 0, 10**9]))
+    share.follow()
+    assert share.rates.link == pytest.approx((followed + 52e9) / 2, rel=1e-3)
+
+
+def test_a_late_cpu_gets_less_and_is_tried_again(
+    share: CpuShare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_share, "_LEAST_GAIN_S", 0.0)
+    monkeypatch.setattr(cpu_share, "_QUIET_STEPS", 3)
+    monkeypatch.setattr(cpu_share, "_JOB_S", 0.0)
+    assert share.start(1e6)
+    assert share.state.table.any()
+    share._counts = replace(share._counts, nbytes=share._counts.nbytes - 1000)
+    # a job of which the device waited for an hour, though the thread was busy for microseconds
+    share._bell.sums.copy_(torch.tensor([96, 96 * 20_000, 3600 * 10**9, 1]))
+    share.follow()
+    assert share.rates.cpu == pytest.approx(share.measured.cpu * (1 + 1 / 16) / 2, rel=1e-3)
+    share.rates = ShareRates(1e15, 1.0)
+    share._send()
+    assert not share.state.table.any()
+    for _ in range(3):
+        share.follow()
+    assert share.state.table.any() and share.rates == share.measured
+
+
+def test_silence_fails_one_step_and_the_cpu_gets_nothing_until_it_answers(share: CpuShare) -> None:
+    share.start(52e9)
+    share.check()
+    share.pause(True)
+    # what the device does when its time is over
+    share._bell.rung.add_(1)
+    share._bell.failed.copy_(share._bell.rung)
+    share.state.state[2] = 1
+    with pytest.raises(Unavailable, match="did not come within"):
+        share.check()
+    share.check()
+    assert int(share.state.state[2]) == 1 and share.report()["failures"] == 1
+    share.pause(False)
+    deadline = time.perf_counter() + 30
+    while int(share.state.state[2]) and time.perf_counter() < deadline:
+        share.wake()
+        share.check()
+    assert int(share.state.state[2]) == 0
+    assert share.report()["failures"] == 1
