@@ -60,6 +60,10 @@ SUITES = (
             f"{_OPENAI}/chat_completion/test_enable_force_include_usage.py",
             f"{_OPENAI}/completion/test_completion.py",
             f"{_OPENAI}/models/test_models.py",
+            f"{_OPENAI}/responses/test_function_call.py",
+            f"{_OPENAI}/responses/test_simple.py",
+            f"{_OPENAI}/responses/test_stateful.py",
+            f"{_OPENAI}/responses/test_structured_output.py",
             f"{_OPENAI}/test_async_tokenization.py",
             f"{_OPENAI}/test_chunked_prompt.py",
             f"{_OPENAI}/test_return_token_ids.py",
@@ -69,9 +73,12 @@ SUITES = (
             "tests/entrypoints/serve/lora/test_lora_adapters.py",
             "tests/entrypoints/serve/tokenize/test_tokenization.py",
         ),
-        ("tests/entrypoints/conftest.py",),
+        ("tests/entrypoints/conftest.py", f"{_OPENAI}/responses/conftest.py"),
         # the files are no package here
-        (("from ...utils import", "from tests.utils import"),),
+        (
+            ("from ...utils import", "from tests.utils import"),
+            ("from .conftest import", "from tests.entrypoints.openai.responses.conftest import"),
+        ),
     ),
     Suite(
         "sglang",

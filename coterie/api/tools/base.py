@@ -6,13 +6,13 @@ Checks the rules of both vendors for names, schemas and results.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from coterie.core.errors import InvalidRequest
-from coterie.core.request import Message
+from coterie.core.request import Chat, Message, ToolRules
 from coterie.core.value_check import is_deeper
 
 MAX_TOOLS = 128
@@ -28,6 +28,8 @@ class Tool:
     parameters: dict[str, Any]
     # every keyword of the schema must be enforced
     strict: bool = False
+    # its path in the body, where its place in the list is not that
+    where: str = ""
 
     def fields(self) -> dict[str, Any]:
         """The tool as chat templates read it."""
@@ -51,8 +53,20 @@ class ToolSet:
     def fields(self) -> tuple[dict[str, Any], ...]:
         return tuple(tool.fields() for tool in self.tools)
 
+    def rules(self) -> ToolRules:
+        return ToolRules(
+            tuple(tool.name for tool in self.usable()),
+            self.required,
+            self.parallel,
+            tuple(tool.name for tool in self.usable() if tool.strict),
+        )
+
     def usable(self) -> list[Tool]:
         return [tool for tool in self.tools if tool.name in self.callable_names]
+
+
+def with_tools(chat: Chat, tools: ToolSet) -> Chat:
+    return replace(chat, tools=tools.fields(), tool_rules=tools.rules())
 
 
 def tool_of(name: str, description: str | None, schema: Any, strict: bool, where: str) -> Tool:
@@ -98,14 +112,14 @@ def known_names(names: Iterable[str], tools: Sequence[Tool], where: str) -> froz
     return chosen
 
 
-def check_results(messages: Sequence[Message]) -> None:
-    """Check that every tool result belongs to a call before it."""
+def check_results(messages: Sequence[Message], where: str = "messages") -> None:
+    """Check that every tool result belongs to a call before it. `where` is the body's field."""
     call_ids: set[str] = set()
     for message in messages:
         call_ids.update(call.id for call in message.tool_calls)
         if message.role == "tool" and message.tool_call_id not in call_ids:
             shown = (message.tool_call_id or "")[:80]
             raise InvalidRequest(
-                f"messages: the result of '{shown}' answers no call before it",
-                param="messages",
+                f"{where}: the result of '{shown}' answers no call before it",
+                param=where,
             )

@@ -17,6 +17,7 @@ import msgspec
 from coterie.api.dialect import (
     CollectedChoice,
     DialectPipeline,
+    NamedAnswer,
     ParsedRequest,
     PlannedAnswer,
     events_of,
@@ -27,9 +28,11 @@ from coterie.api.tools.base import ToolSet
 from coterie.api.tools.grammar import ANSWER, answer_behind_thought, tool_constraint
 from coterie.api.transport.sse import Events
 from coterie.core.errors import InvalidRequest
+from coterie.core.events import CALL_TOKEN, THOUGHT_MARKS
+from coterie.core.quick_init import quick_init
 from coterie.core.request import Chat, ResponseFormat
 from coterie.models.text.tokenizer import is_long
-from coterie.models.text.tool_format import ToolFormat
+from coterie.models.text.tool_format import FORMATS, ToolFormat
 
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 MAX_INLINE_BYTES = 8_000
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class AnswerSyntax:
     """How to read the answers to one request."""
@@ -49,6 +53,8 @@ class AnswerSyntax:
     calls: CallMarks | None = None
     # True = the prompt has opened a thought, False = the model may open one; None = neither
     thought: bool | None = None
+    # no white space belongs to the marks of a thought
+    exact: bool = False
 
     def reader(self) -> ChoiceReader | None:
         """A reader for one choice; None if all of an answer is text."""
@@ -77,6 +83,7 @@ class AnswerSyntax:
 TEXT_ONLY = AnswerSyntax()
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class ChoiceParts:
     """The text, the thought and the calls (name, arguments) of a choice."""
@@ -106,7 +113,9 @@ class ChoiceReader:
     """Splits the deltas of one choice into pieces. Feed it every delta."""
 
     def __init__(self, syntax: AnswerSyntax) -> None:
-        self._thoughts = None if syntax.reasoning is None else ReasoningSplitter(*syntax.reasoning)
+        self._thoughts = None
+        if syntax.reasoning is not None:
+            self._thoughts = ReasoningSplitter(*syntax.reasoning, syntax.exact)
         self._calls = None if syntax.calls is None else syntax.calls.splitter()
 
     @property
@@ -116,6 +125,12 @@ class ChoiceReader:
     @property
     def called(self) -> bool:
         return self._calls is not None and self._calls.num_calls > 0
+
+    @property
+    def in_text(self) -> bool:
+        """Whether the next token may be text: no thought and no call is open."""
+        thinks = self._thoughts is not None and self._thoughts.kind == REASONING
+        return not thinks and (self._calls is None or self._calls.in_text)
 
     def ending(self, reason: str) -> str:
         """The finish reason. It is "length" if the engine stopped because a call did not fit."""
@@ -143,28 +158,47 @@ class ChoiceReader:
         return split
 
 
-async def answer_syntax_of(parsed: ParsedRequest, tokenizer: Tokenizer) -> AnswerSyntax:
+async def answer_syntax_of(parsed: ParsedRequest, tokenizer: Tokenizer | None) -> AnswerSyntax:
     prompt, tools = parsed.request.prompt, parsed.tools
     assert isinstance(prompt, Chat)
+    if tokenizer is None:
+        return remote_syntax(tools)
+    return local_syntax(tools, tokenizer, await opened_thought(tokenizer, prompt))
+
+
+def local_syntax(tools: ToolSet | None, tokenizer: Tokenizer, thought: bool | None) -> AnswerSyntax:
+    """`thought`: as in `AnswerSyntax`."""
     marks = None
     if tools is not None:
         form = tokenizer.tool_support.format
         marks = CallMarks(
             form, tools.callable_names, tokenizer.special_ids.get(form.mark), tools.required
         )
-    thought = await opened_thought(tokenizer, prompt)
     reasoning = None if tokenizer.reasoning is None else (tokenizer.reasoning, bool(thought))
     return AnswerSyntax(reasoning, marks, thought)
 
 
+def remote_syntax(tools: ToolSet | None) -> AnswerSyntax:
+    """How `workers/remote/answer.py` writes an answer."""
+    marks = None
+    if tools is not None:
+        marks = CallMarks(FORMATS["hermes"], tools.callable_names, CALL_TOKEN, tools.required)
+    return AnswerSyntax((THOUGHT_MARKS, False), marks, exact=True)
+
+
 async def with_answer_grammar(
-    parsed: ParsedRequest, tokenizer: Tokenizer, syntax: AnswerSyntax
+    parsed: ParsedRequest, tokenizer: Tokenizer | None, syntax: AnswerSyntax
 ) -> ParsedRequest:
-    """The same request with one grammar for its thoughts, tools and format."""
+    """The same request with one grammar for its thoughts, tools and format. A server elsewhere
+    enforces them itself."""
+    if tokenizer is None:
+        return parsed
     try:
         grammar = await _whole_format(parsed, tokenizer, syntax.thought)
     except InvalidRequest as error:
         raise with_param_name(error, FORMAT, parsed.format_field) from None
+    if grammar is parsed.request.response_format:
+        return parsed
     return replace(parsed, request=replace(parsed.request, response_format=grammar))
 
 
@@ -190,12 +224,16 @@ _RULE = re.compile(r"arguments_(\d+): ")
 
 
 def tool_events(
-    service: DialectPipeline, parsed: ParsedRequest, planned: PlannedAnswer, exchange: Exchange
+    service: DialectPipeline,
+    parsed: ParsedRequest,
+    planned: PlannedAnswer,
+    exchange: Exchange,
+    answer: NamedAnswer | None = None,
 ) -> Events:
     """The events of `parsed`. Its response format must already be the grammar of its tools."""
     grammar = parsed.request.response_format
     planned.set_format(grammar)
-    events = events_of(service, planned, exchange)
+    events = events_of(service, planned, exchange, parsed.request.hints, answer)
     if parsed.tools is None or grammar is None:
         return format_named(events, parsed.format_field)
     return _blaming(events, parsed.tools, grammar, parsed.format_field)
@@ -230,7 +268,7 @@ def blamed(
         rule = _RULE.match(line)
         if rule is not None:
             tool = tool_set.usable()[int(rule[1])]
-            where = f"tools.{tool_set.tools.index(tool)}"
+            where = tool.where or f"tools.{tool_set.tools.index(tool)}"
             reason = f"{where}: the schema of '{tool.name}' cannot be enforced: {fault[2]}"
             return InvalidRequest(reason, param=where)
     return InvalidRequest(f"tools: {message}", param="tools")
@@ -272,6 +310,10 @@ class ToolSplitter:
         self.num_calls = 0
         # the answer ended while a call was about to start
         self.is_cut = False
+
+    @property
+    def in_text(self) -> bool:
+        return self._step in (self._first, self._words)
 
     def feed(self, text: str, token_ids: tuple[int, ...] = ()) -> list[Piece]:
         marked = self.marks.mark_id is not None and self.marks.mark_id in token_ids
@@ -413,12 +455,14 @@ class ReasoningSplitter:
     Keeps back text that may be the start of a mark, and white space that may come before one.
     """
 
-    def __init__(self, marks: tuple[str, str], inside: bool) -> None:
+    def __init__(self, marks: tuple[str, str], inside: bool, exact: bool = False) -> None:
         self.opening, self.closing = marks
+        self.exact = exact
         # None: only white space so far, so the opening mark may still come
         self.kind: str | None = REASONING if inside else None
         self.pending = ""
-        self.fresh = True
+        # white space before text is left out
+        self.fresh = not exact
         self.reasoning_tokens = 0
 
     def feed(self, text: str, num_tokens: int = 0) -> list[Piece]:
@@ -465,7 +509,7 @@ class ReasoningSplitter:
         if end >= 0:
             self._add_piece(pieces, REASONING, len(self.pending[:end].rstrip()))
             self.pending = self.pending.lstrip()[len(self.closing) :]
-            self.kind, self.fresh = CONTENT, True
+            self.kind, self.fresh = CONTENT, not self.exact
             return True
         safe = self.pending[: len(self.pending) - overlap(self.pending, self.closing)].rstrip()
         self._add_piece(pieces, REASONING, len(safe))

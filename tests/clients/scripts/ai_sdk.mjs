@@ -1,5 +1,5 @@
-// The AI SDK through its three providers. `openai.chat(...)`: the plain `openai(...)` asks for
-// /v1/responses, which Coterie does not have.
+// The AI SDK through its three providers. `openai(...)` asks for /v1/responses, `openai.chat(...)`
+// for /v1/chat/completions.
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
@@ -11,7 +11,8 @@ const openai = createOpenAI({ baseURL: `${url}/v1`, apiKey: "none" });
 const anthropic = createAnthropic({ baseURL: `${url}/v1`, apiKey: "none" });
 const compatible = createOpenAICompatible({ name: "coterie", baseURL: `${url}/v1` });
 const sides = {
-  openai: (name) => openai.chat(name),
+  "openai, responses": (name) => openai(name),
+  "openai, chat": (name) => openai.chat(name),
   anthropic: (name) => anthropic(name),
   "openai-compatible": (name) => compatible(name),
 };

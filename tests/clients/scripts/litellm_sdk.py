@@ -69,5 +69,27 @@ def try_side(side: str, base: str) -> None:
         return type(error).__name__
 
 
+@tried("responses")
+def _() -> str:
+    asked: dict[str, Any] = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": "none"}
+    answer: Any = litellm.responses(input=QUESTION, max_output_tokens=12, temperature=0, **asked)
+    assert answer.usage.output_tokens > 0
+    return spoken(answer.output[0].content[0].text)
+
+
+@tried("messages through the bridge")
+def _() -> str:
+    """Anthropic's API in front, which litellm answers with OpenAI's Responses API behind it."""
+    answer: Any = litellm.anthropic.messages.create(
+        model=f"openai/{MODEL}",
+        api_base=f"{URL}/v1",
+        api_key="none",
+        messages=user,
+        max_tokens=12,
+        temperature=0,
+    )
+    return spoken(answer["content"][0]["text"])
+
+
 try_side("openai", f"{URL}/v1")
 try_side("anthropic", URL)

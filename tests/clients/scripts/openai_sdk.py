@@ -66,6 +66,21 @@ def _() -> str:
     return str(json.loads(answer.choices[0].message.content or "")["city"])
 
 
+@tried("response")
+def _() -> str:
+    first = client.responses.create(
+        model=MODEL, input=QUESTION, max_output_tokens=12, temperature=0
+    )
+    with client.responses.stream(
+        model=MODEL, input="And of Italy?", previous_response_id=first.id, temperature=0
+    ) as events:
+        second = events.get_final_response()
+    client.responses.delete(first.id)
+    assert second.usage and first.usage
+    assert second.usage.input_tokens > first.usage.total_tokens
+    return f"{spoken(first.output_text)}, {spoken(second.output_text)[:40]}"
+
+
 @tried("unknown model")
 def _() -> str:
     error = raised(

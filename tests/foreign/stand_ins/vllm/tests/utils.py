@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import anthropic
@@ -18,6 +19,7 @@ class RemoteOpenAIServer:
     DUMMY_API_KEY = ADMIN_KEY
 
     def __init__(self, model: str, vllm_serve_args: list[str], **options: Any) -> None:
+        self._model = model
         self._server = Server(model, vllm_serve_args)
         try:
             self._load(vllm_serve_args)
@@ -63,7 +65,12 @@ class RemoteOpenAIServer:
         return openai.OpenAI(**self._options(options))
 
     def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(**self._options(options))
+        client = openai.AsyncOpenAI(**self._options(options))
+        # vLLM's responses need no model
+        responses: Any = client.responses
+        responses.create = partial(responses.create, model=self._model)
+        responses.parse = partial(responses.parse, model=self._model)
+        return client
 
     def get_client_anthropic(self, **options: Any) -> anthropic.Anthropic:
         return anthropic.Anthropic(base_url=self.url_root, api_key=self.DUMMY_API_KEY, **options)

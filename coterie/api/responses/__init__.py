@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: its request bodies, stored answers, and how its answers are written."""

@@ -1,0 +1,1 @@
+"""Responses that are kept, so that a later request can continue or read them."""
