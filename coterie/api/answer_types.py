@@ -83,6 +83,69 @@ class TextCompletion(_Completed):
     choices: list[TextChoice]
 
 
+class ResponseTokenDetails(BaseModel):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: ResponseTokenDetails
+    output_tokens: int
+    output_tokens_details: ReasoningDetails
+    total_tokens: int
+
+
+class ResponseFault(BaseModel):
+    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+    message: str
+
+
+class IncompleteReason(BaseModel):
+    reason: Literal["max_output_tokens"]
+    # a reason that OpenAI has no word for
+    stop_reason: str | None = None
+
+
+class ResponseObject(BaseModel):
+    """Fields of the request that an answer repeats are not listed."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["completed", "failed", "in_progress", "cancelled", "queued", "incomplete"]
+    model: str
+    # messages, reasoning, calls of functions and of custom tools
+    output: list[dict[str, Any]]
+    error: ResponseFault | None
+    incomplete_details: IncompleteReason | None
+    usage: ResponseUsage | None
+    previous_response_id: str | None
+    store: bool
+    background: bool
+    coterie: dict[str, Any] = {}
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class ResponseItemList(BaseModel):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
+class ResponseTokenCount(BaseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class OpenAIModel(BaseModel):
     id: str
     object: Literal["model"]
@@ -310,3 +373,147 @@ class DeletedExpert(BaseModel):
     id: str
     object: Literal["expert"]
     deleted: bool
+
+
+class ShownQuantiles(BaseModel):
+    """Seconds; null if nothing was measured."""
+
+    p50_s: float | None
+    p95_s: float | None
+    p99_s: float | None
+    count: int
+
+
+class ShownCorrectness(BaseModel):
+    """`rate` and its 95% interval are null while too few answers were judged."""
+
+    state: Literal["known", "unknown"]
+    valid: int
+    judged: int
+    rate: float | None
+    low: float | None
+    high: float | None
+    floor: float | None
+
+
+class ShownPromise(BaseModel):
+    """null = no promise."""
+
+    ttft_p95_s: float | None
+    itl_p95_s: float | None
+    correctness: float | None
+
+
+class KeptPromises(BaseModel):
+    """null = nothing is promised, or too little is known."""
+
+    ttft_p95_s: bool | None
+    itl_p95_s: bool | None
+    correctness: bool | None
+
+
+class SpecialistSloAnswer(BaseModel):
+    """What one specialist delivers, in the last `window_s` seconds, and how it stands."""
+
+    specialist: str
+    breaker: Literal["closed", "shadow_only", "ejected"]
+    # demoted by an admin
+    held: bool
+    changed_at: float | None
+    spike: Literal["normal", "fewer_shadows", "spill", "priority_floor"]
+    load: float
+    running: int
+    waiting: int
+    ejected: list[str]
+    ttft: ShownQuantiles
+    itl: ShownQuantiles
+    # None if nothing was measured
+    admission_to_first_token_p95_s: float | None
+    requests: int
+    preempted_share: float | None
+    correctness: ShownCorrectness
+    promised: ShownPromise
+    kept: KeptPromises
+    fallback: str
+    window_s: float
+
+
+class SpecialistStatus(SpecialistSloAnswer):
+    object: Literal["ensemble.specialist"]
+
+
+class SloList(BaseModel):
+    object: Literal["list"]
+    data: list[SpecialistSloAnswer]
+
+
+class ShownIntent(BaseModel):
+    shadow_below: float
+    spill_below: float
+    priority_floor: int
+    high_stakes: bool
+    # an admin changed them
+    overridden: bool
+    # the specialist that took the intent over after a canary; "" = none
+    owner: str
+
+
+class IntentStatus(ShownIntent):
+    object: Literal["ensemble.intent"]
+    intent: str
+
+
+class CanaryStatus(BaseModel):
+    """A running or stopped canary with its counts and evidence."""
+
+    object: Literal["ensemble.canary"]
+
+
+class EnsembleStatus(BaseModel):
+    object: Literal["ensemble"]
+    specialists: list[SpecialistSloAnswer]
+    intents: dict[str, ShownIntent]
+    canaries: list[dict[str, Any]]
+    shadows: dict[str, int]
+
+
+class AuditEntry(BaseModel):
+    number: int
+    # seconds since 1970
+    at: float
+    # `control`, or an admin
+    actor: str
+    kind: str
+    subject: str
+    details: dict[str, Any]
+
+
+class AuditList(BaseModel):
+    object: Literal["list"]
+    data: list[AuditEntry]
+    has_more: bool
+    next: int | None
+
+
+class FixedExpert(BaseModel):
+    name: str
+    digest: str
+    weight: float
+
+
+class ConfigAnswer(BaseModel):
+    object: Literal["config"]
+    # names the settings that decide who answers and how
+    digest: str
+    specialists: list[str]
+    # by specialist: the experts that it always runs with
+    fixed_experts: dict[str, list[FixedExpert]]
+    settings: dict[str, Any]
+
+
+class ReloadAnswer(BaseModel):
+    object: Literal["config.reload"]
+    digest: str
+    previous_digest: str
+    # the settings that changed, such as `tenants.acme.requests_per_minute`
+    changed: list[str]

@@ -14,26 +14,39 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coterie import __version__
 from coterie.api import errors
+from coterie.api.admin.config import ConfigEndpoints, SettingsReloader
+from coterie.api.admin.ensemble import EnsembleEndpoints
 from coterie.api.admin.experts import ExpertEndpoints
 from coterie.api.anthropic.endpoints import AnthropicDialect
 from coterie.api.auth import OriginCheck, check_exposure, exposed_key_files, load_keys
-from coterie.api.door import MAX_PATH, Door, error_response, exchange_of, shown_path
+from coterie.api.door import (
+    INFERENCE_PATHS,
+    MAX_PATH,
+    Door,
+    error_response,
+    exchange_of,
+    shown_path,
+)
 from coterie.api.native.feedback import FeedbackEndpoints
 from coterie.api.native.infer import InferEndpoints
 from coterie.api.native.infer_body import InferBodyReader
 from coterie.api.native.jobs import JobEndpoints
+from coterie.api.native.receipts import ReceiptEndpoints
 from coterie.api.native.server import NativeEndpoints
 from coterie.api.openai.endpoints import OpenAIDialect
 from coterie.api.openapi import RouteRow, document
+from coterie.api.responses.endpoints import ResponsesDialect
 from coterie.api.routes import EndpointSet, add_routes, routes
 from coterie.api.transport import ws
 from coterie.api.transport.ws import InferSocket
 from coterie.core.config import Config, ServerSettings
 from coterie.core.errors import CoterieError
 from coterie.obs.log import log
+from coterie.service.reload import ConfigReloader, ConfigSources
 from coterie.service.request_limits import UserRate
 
 if TYPE_CHECKING:
@@ -44,24 +57,54 @@ MAX_METHOD = 16
 OnStart = Callable[[BaseException | None], None]
 
 
+class CoterieApp(FastAPI):
+    """HTTP requests come to the door at once: the framework's layers around it have nothing to do,
+    because the door answers every error."""
+
+    _first_layer: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        if self._first_layer is None:
+            self._first_layer = self._without_outer_layers()
+        scope["app"] = self
+        await self._first_layer(scope, receive, send)
+
+    def _without_outer_layers(self) -> ASGIApp:
+        if self.middleware_stack is None:
+            self.middleware_stack = self.build_middleware_stack()
+        layer: Any = self.middleware_stack
+        while not isinstance(layer, Door | CORSMiddleware):
+            layer = layer.app
+        found: ASGIApp = layer
+        return found
+
+
 def create_app(
     pipeline: Pipeline,
     config: Config,
     on_start: OnStart | None = None,
     starting: asyncio.Task[None] | None = None,
+    read: Callable[[], Config] | None = None,
 ) -> FastAPI:
     """The application answers at once: 503 with a retry hint until the models are loaded.
 
-    `starting` is the task that starts the pipeline, if it already runs.
+    `starting` is the task that starts the pipeline, if it already runs. `read` reads the settings
+    again for a reload; by default only the key files are read again.
     """
     server = config.server
     keys = load_keys(server)
     check_exposure(server.host, keys.callers is not None, server.insecure)
-    pipeline.rights = keys.rights()
+    keys.check_tenants([item.name for item in config.tenants])
+    pipeline.set_rights(keys.rights())
+    sources = ConfigSources(read or (lambda: config), load_keys, keys.adopt)
+    reloader = ConfigReloader(pipeline.fleet, sources)
     for file in exposed_key_files(server):
         reason = f"every user of this machine can read it: chmod 600 {file}"
         log("key_file_exposed", level="warning", path=str(file), reason=reason)
-    app = FastAPI(
+    app = CoterieApp(
         title="Coterie",
         version=__version__,
         openapi_url="/openapi.json",
@@ -73,17 +116,30 @@ def create_app(
     )
     seconds = pipeline.registry.histogram("coterie_reception_seconds")
     body_reader = InferBodyReader(UserRate(server.user_rate), seconds)
-    rows = routes(_endpoints(pipeline, body_reader, server))
+    rows = routes(_endpoints(pipeline, body_reader, server, reloader))
     add_routes(app, rows)
     # the gRPC server uses the same ones
     app.state.body_reader, app.state.keys = body_reader, keys
+    # SIGHUP uses it
+    app.state.reloader = reloader
     app.state.body_timeout_s = server.body_timeout_s
     origins = OriginCheck(server, keys.callers is not None)
-    socket = InferSocket(pipeline, body_reader, keys, origins, server.idle_timeout_s)
+    socket = InferSocket(
+        pipeline, body_reader, keys, origins, server.idle_timeout_s, pipeline.receipts
+    )
     app.add_api_websocket_route(ws.PATH, socket.connect)
     app.add_exception_handler(CoterieError, _refused)
     app.add_exception_handler(HTTPException, _unrouted)
-    app.add_middleware(Door, keys=keys, max_queue=config.engine.max_queue, origins=origins)
+    app.add_middleware(
+        Door,
+        keys=keys,
+        max_queue=config.engine.max_queue,
+        origins=origins,
+        refusals=pipeline.receipts,
+        direct={row.path: row for row in rows if row.path in INFERENCE_PATHS},
+        quotas=pipeline.quota_states,
+        slo=pipeline.ensemble.slo_header,
+    )
     if server.cors_origins:
         # outside of the door, because a preflight request has no key
         app.add_middleware(
@@ -98,7 +154,10 @@ def create_app(
 
 
 def _endpoints(
-    pipeline: Pipeline, body_reader: InferBodyReader, server: ServerSettings
+    pipeline: Pipeline,
+    body_reader: InferBodyReader,
+    server: ServerSettings,
+    reloader: SettingsReloader,
 ) -> EndpointSet:
     limit = server.max_body_bytes
     return EndpointSet(
@@ -106,9 +165,13 @@ def _endpoints(
         AnthropicDialect(pipeline, limit),
         NativeEndpoints(pipeline, limit),
         ExpertEndpoints(pipeline.adapters, limit, server.max_upload_bytes),
+        ConfigEndpoints(pipeline, reloader),
         InferEndpoints(pipeline, pipeline.jobs, body_reader, limit),
         JobEndpoints(pipeline.jobs),
         FeedbackEndpoints(pipeline.records, limit),
+        ReceiptEndpoints(pipeline.records),
+        EnsembleEndpoints(pipeline.ensemble, limit),
+        ResponsesDialect(pipeline, pipeline.responses, pipeline.jobs, limit),
     )
 
 

@@ -8,20 +8,34 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from coterie.core.config import ServerSettings
 from coterie.core.errors import ConfigError, Forbidden, MisdirectedRequest, Unauthenticated
-from coterie.core.request import EVERY_RIGHT, MAX_PRIORITY, KeyRights
+from coterie.core.request import MAX_PRIORITY, KeyRights
 
 # the tenant of every caller when there are no keys
 OPEN_TENANT = "local"
+# an admin who reads receipts, which both callers and admins may do; no tenant has this name
+ADMIN_TENANT = "*admin*"
+RECEIPTS = "/v1/receipts/"
 # rights that may follow a key on its line: name -> (lowest, highest value)
 _RIGHTS = {"priority": (0, MAX_PRIORITY), "max_running": (1, 4096)}
-_ADMIN_PATHS = frozenset({"/v1/experts", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+_TENANT = re.compile(r"[\w.-]{1,64}")
+_ADMIN_PATHS = frozenset(
+    {
+        "/v1/experts",
+        "/v1/config",
+        "/v1/ensemble",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    }
+)
+_ADMIN_PREFIXES = ("/v1/experts/", "/v1/config/", "/v1/ensemble/")
 
 
 def tenant_of(key: bytes) -> str:
@@ -29,17 +43,27 @@ def tenant_of(key: bytes) -> str:
 
 
 class KeyRing:
-    """The keys of one key file, read once at start. A line is `KEY` or
-    `KEY priority=9 max_running=8`; without rights a key has those of `KeyRights`."""
+    """The keys of one key file. A line is `KEY`, `KEY priority=9 max_running=8` or
+    `KEY tenant=NAME`; without rights a key has those of `KeyRights`, and is a tenant of its own."""
 
     def __init__(
-        self, keys: Iterable[bytes] | Mapping[bytes, KeyRights], word: str = "API key"
+        self, keys: Iterable[bytes] | Mapping[bytes, KeyRights | str], word: str = "API key"
     ) -> None:
+        """A key's value is its rights, or the name of its tenant."""
         given = keys if isinstance(keys, Mapping) else dict.fromkeys(keys, KeyRights())
         self._keys = tuple(given)
         self._word = word
-        # by tenant
-        self.rights = {tenant_of(key): rights for key, rights in given.items()}
+        # rights by tenant, of keys that are tenants of their own
+        self.rights = {
+            tenant_of(key): rights for key, rights in given.items() if not isinstance(rights, str)
+        }
+        # digest of a key -> the name of its tenant
+        self._named = {tenant_of(key): name for key, name in given.items() if isinstance(name, str)}
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """The tenants that keys name."""
+        return frozenset(self._named.values())
 
     @classmethod
     def load(cls, path: Path, param: str = "server.api_key_file", word: str = "API key") -> KeyRing:
@@ -49,7 +73,7 @@ class KeyRing:
             raise ConfigError(
                 f"cannot read the key file {path}: {error.strerror}", param=param
             ) from error
-        keys: dict[bytes, KeyRights] = {}
+        keys: dict[bytes, KeyRights | str] = {}
         for number, line in enumerate(lines, 1):
             words = line.split()
             if words and not words[0].startswith(b"#"):
@@ -65,11 +89,20 @@ class KeyRing:
             raise Unauthenticated(
                 f"no {self._word}: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"
             )
+        if not self._is_known(given):
+            raise Unauthenticated(f"this {self._word} is not known here")
+        digest = tenant_of(given)
+        return self._named.get(digest, digest)
+
+    def holds(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether the key in the headers is one of these."""
+        given = _key_in(headers)
+        return given is not None and self._is_known(given)
+
+    def _is_known(self, given: bytes) -> bool:
         # compare with every key, so that the time does not show which key was similar
         matches = [hmac.compare_digest(given, key) for key in self._keys]
-        if not any(matches):
-            raise Unauthenticated(f"this {self._word} is not known here")
-        return tenant_of(given)
+        return any(matches)
 
 
 def is_open_to_all(path: Path) -> bool:
@@ -80,7 +113,7 @@ def is_open_to_all(path: Path) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AccessKeys:
     """The keys of callers and the keys of admins. They are separate: a caller's key gives no admin
     right, an admin key gives no right to send requests. Without `callers` everybody may send
@@ -90,32 +123,59 @@ class AccessKeys:
     admins: KeyRing | None = None
 
     def tenant(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
+        if path.startswith(RECEIPTS) and self.admins is not None and self.admins.holds(headers):
+            return ADMIN_TENANT
         if not is_admin_path(path):
             return self.callers.tenant(headers) if self.callers else OPEN_TENANT
         if self.admins is None:
             raise Forbidden(
-                "experts cannot be changed over HTTP here: start the server with "
+                "nothing can be changed over HTTP here: start the server with "
                 "--admin-key-file FILE (one key per line) and send a key of it as "
                 "'Authorization: Bearer KEY'"
             )
         return self.admins.tenant(headers)
 
-    def rights(self) -> dict[str, KeyRights]:
-        """Scheduling rights by tenant."""
-        return {OPEN_TENANT: EVERY_RIGHT} if self.callers is None else self.callers.rights
+    def rights(self) -> dict[str, KeyRights] | None:
+        """Scheduling rights by tenant; those of named tenants are in their settings. None = there
+        are no keys, and everybody has every right."""
+        return None if self.callers is None else self.callers.rights
+
+    def adopt(self, other: AccessKeys) -> None:
+        """Use the keys of `other` from now on."""
+        self.callers, self.admins = other.callers, other.admins
+
+    def check_tenants(self, tenants: Collection[str], param: str = "server.api_key_file") -> None:
+        """Refuse keys of tenants that the settings do not have."""
+        named = frozenset() if self.callers is None else self.callers.tenants
+        for name in sorted(named.difference(tenants)):
+            listed = ", ".join(tenants) or "none"
+            raise ConfigError(
+                f"{param}: a key belongs to the tenant {name!r}, and there is no [[tenants]] with "
+                f"this name; there is: {listed}",
+                param=param,
+            )
 
 
-def _rights(words: Iterable[bytes], where: str, param: str) -> KeyRights:
-    """Read `priority=9 max_running=8`, either one, or nothing. The error does not repeat a wrong
-    word: it may be part of a key."""
+def _rights(words: Sequence[bytes], where: str, param: str) -> KeyRights | str:
+    """Read `priority=9 max_running=8`, either one, or nothing; or `tenant=NAME`. The error does not
+    repeat a wrong word: it may be part of a key."""
     rights: dict[str, int] = {}
+    if len(words) == 1 and words[0].startswith(b"tenant="):
+        # what is not UTF-8 is no name
+        tenant = words[0].decode("utf-8", "replace").partition("=")[2]
+        if not _TENANT.fullmatch(tenant):
+            raise ConfigError(
+                f"{where}: tenant= takes a name of letters, digits and . _ -, at most 64",
+                param=param,
+            )
+        return tenant
     for word in words:
         name, _, value = word.decode("latin-1").partition("=")
         low, high = _RIGHTS.get(name, (0, -1))
         if not (value.isascii() and value.isdigit() and low <= int(value[:9]) <= high):
             raise ConfigError(
                 f"{where}: behind a key there may be priority=0..{MAX_PRIORITY} and "
-                "max_running=1..4096, apart by spaces",
+                "max_running=1..4096, apart by spaces, or tenant=NAME alone",
                 param=param,
             )
         rights[name] = int(value)
@@ -141,7 +201,7 @@ def exposed_key_files(server: ServerSettings) -> list[Path]:
 
 
 def is_admin_path(path: str) -> bool:
-    return path in _ADMIN_PATHS or path.startswith("/v1/experts/")
+    return path in _ADMIN_PATHS or path.startswith(_ADMIN_PREFIXES)
 
 
 def _key_in(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:

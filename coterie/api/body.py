@@ -24,6 +24,7 @@ from pydantic_core import core_schema
 from starlette.requests import ClientDisconnect, Request
 
 from coterie.api.door import ClientGone
+from coterie.api.transport.whole import whole_body
 from coterie.core.errors import InvalidRequest, Overloaded, RequestTooLarge, UnsupportedMediaType
 
 # limits of one body. On a thread a value takes 0.1 us, a text or key 0.5 us (without its
@@ -104,8 +105,7 @@ async def read_json(request: Request, limit_bytes: int) -> bytes:
 
     A web page of any origin can post texts and forms without a preflight request, but not JSON.
     """
-    given = request.headers.get("content-type")
-    kind = (given or "").partition(";")[0].strip().lower()
+    kind = _header(request, b"content-type").partition(";")[0].strip().lower()
     if kind and kind != "application/json" and not _JSON_KIND.fullmatch(kind):
         hint = "; curl: add -H 'content-type: application/json'" if kind == _FORM else ""
         raise UnsupportedMediaType(f"send the body as 'content-type: application/json'{hint}")
@@ -116,29 +116,48 @@ _FORM = "application/x-www-form-urlencoded"
 _JSON_KIND = re.compile(r"application/[a-z0-9.\-]+\+json")
 
 
+def _header(request: Request, name: bytes) -> str:
+    """The first header of this name; empty if there is none."""
+    for key, value in request.scope["headers"]:
+        if key == name:
+            return str(value, "latin-1")
+    return ""
+
+
 async def read(request: Request, limit_bytes: int) -> bytes:
     """The whole body. Stops at once if the declared or counted size exceeds the limit."""
-    declared = request.headers.get("content-length", "")
+    declared = _header(request, b"content-length")
     # the server has checked that it is a number; the count below is the real protection
     if declared.isascii() and declared.isdigit() and int(declared[:19]) > limit_bytes:
         await _pass_over(request)
         raise _too_large(limit_bytes)
+    whole = whole_body(request.receive)
+    if whole is not None:
+        if len(whole) > limit_bytes:
+            raise _too_large(limit_bytes)
+        _receiving.add(len(whole), limit_bytes)
+        _receiving.num_bytes -= len(whole)
+        return whole
     chunks: list[bytes] = []
     size = 0
     seconds: float = request.app.state.body_timeout_s
     try:
         async with asyncio.timeout(seconds):
-            async for chunk in request.stream():
+            is_last = False
+            while not is_last:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                chunk, is_last = message.get("body", b""), not message.get("more_body", False)
                 if size + len(chunk) > limit_bytes:
-                    await _pass_over(request)
+                    if not is_last:
+                        await _pass_over(request)
                     raise _too_large(limit_bytes)
                 _receiving.add(len(chunk), limit_bytes)
                 size += len(chunk)
                 chunks.append(chunk)
     except TimeoutError:
         raise InvalidRequest(f"the body did not arrive within {seconds:g} s") from None
-    except ClientDisconnect:
-        raise ClientGone from None
     finally:
         _receiving.num_bytes -= size
     return b"".join(chunks)

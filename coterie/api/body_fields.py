@@ -161,6 +161,8 @@ def seed_of(seed: int | None) -> int | None:
 
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
+# what a caller says that its request is for
+Intent = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.-]+$")]
 
 
 class ExpertItem(RequestBody):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -16,10 +17,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coterie.api.door import Exchange, exchange_of, note_plan
+from coterie.api.door import Exchange, exchange_of, note_plan, note_receipt
 from coterie.api.response_format import FORMAT
 from coterie.api.tools.base import ToolSet
-from coterie.api.transport.sse import Events, refuse, while_connected
+from coterie.api.transport.sse import Events, WhileConnected, refuse
+from coterie.api.transport.whole import send_whole
 from coterie.core.errors import InternalError, InvalidRequest, from_code
 from coterie.core.events import (
     Delta,
@@ -32,6 +34,8 @@ from coterie.core.events import (
     metadata,
 )
 from coterie.core.plan import RoutePlan
+from coterie.core.quick_init import quick_init
+from coterie.core.receipt import Receipt
 from coterie.core.request import (
     AUTO,
     DEFAULT_PRIORITY,
@@ -47,6 +51,8 @@ if TYPE_CHECKING:
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 MAX_SESSION = 512
+INTENT_HEADER = "x-coterie-intent"
+_INTENT = re.compile(r"[\w.-]{1,64}")
 
 
 class ModelCard(Protocol):
@@ -68,7 +74,7 @@ class PlannedAnswer(Protocol):
     @property
     def plan(self) -> RoutePlan: ...
     @property
-    def tokenizer(self) -> Tokenizer: ...
+    def tokenizer(self) -> Tokenizer | None: ...
     def set_format(self, answer_format: ResponseFormat | None) -> None: ...
 
 
@@ -76,15 +82,22 @@ class DialectPipeline(Protocol):
     """The part of `service.pipeline.Pipeline` that the dialects use."""
 
     def models(self) -> Sequence[ModelCard]: ...
+    def model(self, name: str | None, tenant: str | None = None) -> ModelCard: ...
     def resolve(self, hints: RouteHints, prompt: Prompt | None = None) -> str: ...
     def tokenizer(self, specialist: str | None) -> Tokenizer: ...
     async def tokenise(self, specialist: str | None, prompt: Prompt) -> list[int]: ...
-    def plan(self, request: InferenceRequest) -> PlannedAnswer: ...
+    def plan(
+        self,
+        request: InferenceRequest,
+        *,
+        on_receipt: Callable[[Receipt], None] | None = None,
+    ) -> PlannedAnswer: ...
     def run(
         self, planned: Any, on_plan: Callable[[RoutePlan], None] | None = None
     ) -> AsyncGenerator[Event, None]: ...
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class CallerInfo:
     """The tenant that sent a body, when it came, and the values from headers or metadata."""
@@ -96,6 +109,7 @@ class CallerInfo:
     # vLLM's priority: lower is sooner
     urgency: int | None = None
     timeout_s: float | None = None
+    intent: str = ""
 
     def priority(self, urgency: int | None) -> int:
         """The priority from `urgency` of the body, which overrides the header. Here higher is
@@ -122,8 +136,16 @@ def user_id_of(*users: str | None) -> str:
     return next((user[:MAX_SESSION] for user in users if user), "")
 
 
+_CALLER_HEADERS = frozenset(
+    (b"x-deadline-ms", b"x-vllm-priority", b"x-session-id", INTENT_HEADER.encode())
+)
+
+
 def caller_of(request: Request) -> CallerInfo:
-    headers, exchange = request.headers, exchange_of(request.scope)
+    exchange = exchange_of(request.scope)
+    if _CALLER_HEADERS.isdisjoint([name for name, _ in request.scope["headers"]]):
+        return CallerInfo(exchange.tenant, exchange.arrived_at)
+    headers = request.headers
     timeout_ms = _number(headers, "x-deadline-ms", 1, MAX_DEADLINE_MS)
     urgency = _number(headers, "x-vllm-priority", -(2**31), 2**31)
     return CallerInfo(
@@ -132,7 +154,20 @@ def caller_of(request: Request) -> CallerInfo:
         session=headers.get("x-session-id", "")[:MAX_SESSION],
         urgency=None if urgency is None else int(urgency),
         timeout_s=None if timeout_ms is None else timeout_ms / 1000,
+        intent=_intent(headers),
     )
+
+
+def _intent(headers: Headers) -> str:
+    text = headers.get(INTENT_HEADER)
+    if text is None:
+        return ""
+    if not _INTENT.fullmatch(text):
+        raise InvalidRequest(
+            f"header {INTENT_HEADER} must be a name of letters, digits and . _ -, at most 64",
+            param=INTENT_HEADER,
+        )
+    return text
 
 
 def _number(headers: Headers, name: str, low: float, high: float) -> float | None:
@@ -148,6 +183,7 @@ def _number(headers: Headers, name: str, low: float, high: float) -> float | Non
     return value
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
     """A body, translated to core values."""
@@ -165,8 +201,9 @@ class ParsedRequest:
 def planned_answer(
     service: DialectPipeline, request: InferenceRequest, exchange: Exchange
 ) -> PlannedAnswer:
-    """Plan the request and note the plan for the response headers."""
-    planned = service.plan(request)
+    """Plan the request; note the plan and the receipt for the response headers."""
+    exchange.model = request.hints.model or ""
+    planned = service.plan(request, on_receipt=partial(note_receipt, exchange))
     note_plan(exchange, planned.plan)
     return planned
 
@@ -176,9 +213,28 @@ def answering_name(hints: RouteHints, plan: RoutePlan) -> str:
     return hints.model if hints.model and hints.model != AUTO else plan.specialist
 
 
-def events_of(service: DialectPipeline, planned: PlannedAnswer, exchange: Exchange) -> Events:
-    """The events of the request. Closing them aborts it."""
-    return service.run(planned, on_plan=partial(note_plan, exchange))
+class NamedAnswer(Protocol):
+    """An answer that tells the name of the model."""
+
+    model: str
+
+
+def events_of(
+    service: DialectPipeline,
+    planned: PlannedAnswer,
+    exchange: Exchange,
+    hints: RouteHints,
+    answer: NamedAnswer | None = None,
+) -> Events:
+    """The events of the request. Closing them aborts it. If another specialist answers than was
+    planned first, `answer` gets its name before the first event."""
+
+    def planned_again(plan: RoutePlan) -> None:
+        note_plan(exchange, plan)
+        if answer is not None:
+            answer.model = answering_name(hints, plan)
+
+    return service.run(planned, on_plan=planned_again)
 
 
 def note_usage(exchange: Exchange, finished: Finished) -> None:
@@ -254,6 +310,9 @@ class CollectedAnswer:
         return metadata(self.finished)
 
 
+_JSON = ((b"content-type", b"application/json"),)
+
+
 class WholeAnswer(Response):
     """A response that is sent when the answer is complete. If the client disconnects, the request
     is aborted."""
@@ -264,22 +323,29 @@ class WholeAnswer(Response):
         self,
         events: Events,
         num_choices: int,
-        write: Callable[[CollectedAnswer], bytes],
+        write: Callable[[CollectedAnswer], bytes | Awaitable[bytes]],
         exchange: Exchange,
     ) -> None:
-        super().__init__()
+        # not the constructor of the base, which makes headers for an empty body
+        self.status_code, self.background = 200, None
+        self.raw_headers, self.body = [], b""
         self.events = events
         self.answer = CollectedAnswer(num_choices)
         self.write = write
         self.exchange = exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with while_connected(receive), aclosing(self.events):
+        async with WhileConnected(receive), aclosing(self.events):
             async for event in self.events:
                 self.answer.take(event)
         note_usage(self.exchange, self.answer.finished)
-        whole = Response(self.write(self.answer), media_type=self.media_type)
-        await whole(scope, receive, send)
+        body, exchange = self.write(self.answer), self.exchange
+        if not isinstance(body, bytes):
+            body = await body
+        if exchange.send is None or exchange.headers_of is None:
+            await send_whole(send, 200, _JSON, body)
+        else:
+            await send_whole(exchange.send, 200, exchange.headers_of(200, _JSON), body)
 
 
 async def merged(sources: Sequence[Events], num_choices: int) -> Events:
@@ -350,4 +416,5 @@ def _sum(ends: Sequence[Finished]) -> Finished:
         adapter_bytes=max(end.adapter_bytes for end in ends),
         # all parts of one request were planned together
         adapters=ends[0].adapters,
+        receipt=ends[0].receipt,
     )

@@ -6,11 +6,14 @@ times, paths and the reasons of refusals; never a prompt, a key, a header or a q
 
 from __future__ import annotations
 
+import os
 import re
 import time
-import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,26 +21,58 @@ from coterie.api import errors
 from coterie.api.auth import OPEN_TENANT, AccessKeys, OriginCheck
 from coterie.core.errors import CoterieError, InternalError
 from coterie.core.plan import RoutePlan
+from coterie.core.receipt import Receipt, reason_of
 from coterie.obs.log import log
+from coterie.service.quotas import QuotaState
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 CLIENT_CLOSED = 499
 _SCOPE_KEY = "coterie.exchange"
+# an answer without a prompt of its own (a list, a count) has no receipt
+INFERENCE_PATHS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/infer",
+    }
+)
+# further headers are sent if a request has this one
+DEBUG = b"x-coterie-debug"
+SPECIALIST, SLO = "x-coterie-specialist", "x-coterie-slo"
 SEED = "x-coterie-seed"
 ADAPTER = "x-coterie-adapter"
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:\-]")
 # all characters except those that may appear in a logged path
 _UNSAFE_IN_PATH = re.compile(r"[^A-Za-z0-9._:@+~/\-]")
-_QUOTED = re.compile(r"'([^']*)'|`([^`]*)`|\"([^\"]*)\"")
-_NAME = re.compile(r"[\w.:@+/\-]{1,64}")
-MAX_PATH, MAX_REASON = 128, 300
-# errors about these fields quote parts of them, without quotation marks
-_QUOTED_FIELDS = (
-    "grammar", "regex", "response_format", "tools", "output", "chat_template", "guided_",
-    "structured_outputs", "json_schema", "ebnf",
-)  # fmt: skip
+# characters of a path in the log, and of all reasons in a header
+MAX_PATH, MAX_REASONS = 128, 1024
 # routes whose errors are always in OpenAI's format, independent of the headers
-_OPENAI_PATHS = ("/v1/chat", "/v1/completions", "/v1/infer", "/v1/jobs", "/v1/experts")
+_OPENAI_PATHS = (
+    "/v1/chat/completions", "/v1/chat", "/v1/completions", "/v1/responses", "/v1/infer", "/v1/jobs",
+    "/v1/experts",
+)  # fmt: skip
+
+
+class DirectRoute(Protocol):
+    """The part of `openapi.RouteRow` that the door uses."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def endpoint(self) -> Callable[[Request], Awaitable[Response]]: ...
+
+
+class RefusalReceipts(Protocol):
+    """The part of `service.receipts.stamp.ReceiptWriter` that the door uses."""
+
+    def refusal(
+        self, request_id: str, tenant: str, model: str, arrived_at: float, error: CoterieError
+    ) -> Receipt: ...
+
+
+AnswerHeaders = Sequence[tuple[bytes, bytes]]
 
 
 class ClientGone(Exception):
@@ -53,6 +88,8 @@ class Exchange:
     # time.monotonic()
     arrived_at: float
     tenant: str = OPEN_TENANT
+    # as the caller sent it
+    model: str = ""
     # size of a lane's queue, for the headers of a 429
     max_queue: int | None = None
     status: int = 0
@@ -63,8 +100,14 @@ class Exchange:
     headers: dict[str, str] = field(default_factory=dict)
     # seeds by the ids of its inferences
     seeds: dict[str, int | None] = field(default_factory=dict)
-    # the send function of the server, for chunks after the first
+    # the send function of the server, for chunks after the first and for whole answers
     send: Send | None = None
+    # (status, headers) -> all headers; for an answer that is sent without the door
+    headers_of: Callable[[int, AnswerHeaders], AnswerHeaders] | None = None
+    # the receipt; None until the request is admitted or refused
+    receipt: Receipt | None = None
+    # makes the receipt of a request that is refused before it is planned; None if none is due
+    refusals: RefusalReceipts | None = None
 
     def elapsed_ms(self) -> float:
         return (time.monotonic() - self.arrived_at) * 1000
@@ -78,6 +121,8 @@ def exchange_of(scope: Scope) -> Exchange:
 def dialect_of(scope: Scope) -> str:
     """The dialect: by path if the path belongs to one vendor, otherwise by a header."""
     path = scope["path"]
+    if path in _OPENAI_PATHS:
+        return errors.OPENAI
     if _is_at(path, "/v1/messages"):
         return errors.ANTHROPIC
     if any(_is_at(path, known) for known in _OPENAI_PATHS):
@@ -92,26 +137,29 @@ def shown_path(scope: Scope) -> str:
     return _UNSAFE_IN_PATH.sub("?", str(scope["path"])[:MAX_PATH])
 
 
-def reason_of(error: CoterieError) -> str:
-    """The error without text of the caller, for the log. Names are kept."""
-    if (error.param or "").startswith(_QUOTED_FIELDS):
-        return f"{error.code}: {error.param}"[:MAX_REASON]
-
-    def kept(match: re.Match[str]) -> str:
-        inner = next(group for group in match.groups() if group is not None)
-        return match[0] if _NAME.fullmatch(inner) else "'...'"
-
-    message = _QUOTED.sub(kept, error.message[: 2 * MAX_REASON])
-    plain = "".join(char if char.isprintable() else " " for char in message)
-    return f"{error.code}: {plain}"[:MAX_REASON]
-
-
 def _is_at(path: str, route: str) -> bool:
     return path == route or path.startswith(route + "/")
 
 
+class _RandomIds:
+    """128 random bits each, drawn many at once: a system call for each takes longer."""
+
+    def __init__(self) -> None:
+        self._left: list[str] = []
+
+    def take(self) -> str:
+        if not self._left:
+            text = os.urandom(16 * _IDS_AT_ONCE).hex()
+            self._left = [text[at : at + 32] for at in range(0, len(text), 32)]
+        return self._left.pop()
+
+
+_IDS_AT_ONCE = 64
+_ids = _RandomIds()
+
+
 def new_id(prefix: str) -> str:
-    return prefix + uuid.uuid4().hex
+    return prefix + _ids.take()
 
 
 def _request_id(scope: Scope) -> str:
@@ -135,8 +183,19 @@ class Door:
         keys: AccessKeys | None = None,
         max_queue: int | None = None,
         origins: OriginCheck | None = None,
+        refusals: RefusalReceipts | None = None,
+        direct: Mapping[str, DirectRoute] | None = None,
+        quotas: Callable[[str], Sequence[QuotaState]] | None = None,
+        slo: Callable[[str], str] | None = None,
     ) -> None:
+        """`direct`: the routes of `INFERENCE_PATHS`, called without the framework's routing, which
+        takes longer than admission. `quotas`: what is left of a tenant's quotas. `slo`: what a
+        specialist delivers."""
+        self.slo = slo
         self.app = app
+        self.refusals = refusals
+        self.direct = direct or {}
+        self.quotas = quotas
         self.keys = keys or AccessKeys()
         self.origins = origins
         self.max_queue = max_queue
@@ -150,17 +209,33 @@ class Door:
         exchange.max_queue = self.max_queue
         scope[_SCOPE_KEY] = exchange
 
+        def headers_of(status: int, headers: AnswerHeaders) -> AnswerHeaders:
+            exchange.status = status
+            self._note_slo(exchange)
+            quotas = self.quotas(exchange.tenant) if self.quotas is not None else ()
+            found = [*headers, *_plan_headers(exchange, scope)]
+            return found + errors.quota_headers(quotas, exchange.dialect) if quotas else found
+
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *_plan_headers(exchange)]
+                message["headers"] = headers_of(message["status"], message.get("headers", ()))
             await send(message)
+
+        exchange.headers_of = headers_of
 
         try:
             if scope["path"] not in OPEN_PATHS:
                 if self.origins is not None:
                     self.origins.check(scope["headers"])
                 exchange.tenant = self.keys.tenant(scope["path"], scope["headers"])
+                if scope["path"] in INFERENCE_PATHS and scope["method"] == "POST":
+                    exchange.refusals = self.refusals
+                    route = self.direct.get(scope["path"])
+                    if route is not None:
+                        scope["route"] = route
+                        response = await route.endpoint(Request(scope, receive, send_with_headers))
+                        await response(scope, receive, send_with_headers)
+                        return
             await self.app(scope, receive, send_with_headers)
         except ClientGone:
             exchange.status = CLIENT_CLOSED
@@ -168,6 +243,11 @@ class Door:
             await _answer(error, exchange, scope, receive, send_with_headers)
         finally:
             log_exchange(exchange, scope, scope["method"])
+
+    def _note_slo(self, exchange: Exchange) -> None:
+        specialist = exchange.headers.get(SPECIALIST)
+        if self.slo is not None and specialist is not None and (text := self.slo(specialist)):
+            exchange.headers[SLO] = text
 
 
 async def _answer(
@@ -181,8 +261,19 @@ async def _answer(
         await error_response(error, exchange)(scope, receive, send)
 
 
+def refusal_receipt(error: CoterieError, exchange: Exchange) -> Receipt | None:
+    """The receipt of a refused request; None if none is due."""
+    if exchange.receipt is None and exchange.refusals is not None:
+        # a caller may choose the request id, so the receipt has its own
+        exchange.receipt = exchange.refusals.refusal(
+            new_id("rcpt_"), exchange.tenant, exchange.model, exchange.arrived_at, error
+        )
+    return exchange.receipt
+
+
 def error_response(error: CoterieError, exchange: Exchange) -> Response:
     exchange.reason = reason_of(error)
+    refusal_receipt(error, exchange)
     return Response(
         errors.body_of(error, exchange.dialect, exchange.request_id),
         errors.status_of(error, exchange.dialect),
@@ -197,8 +288,7 @@ def log_fault(error: Exception, request_id: str) -> None:
 
 
 def note_specialist(exchange: Exchange, name: str) -> None:
-    safe = "".join(char for char in name if " " < char < "\x7f")
-    exchange.headers["x-coterie-specialist"] = safe[:128]
+    exchange.headers[SPECIALIST] = _header_text(name)
 
 
 def note_plan(exchange: Exchange, plan: RoutePlan) -> None:
@@ -216,7 +306,41 @@ def note_plan(exchange: Exchange, plan: RoutePlan) -> None:
         exchange.headers[ADAPTER] = ",".join(stack)
 
 
-def _plan_headers(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+def note_receipt(exchange: Exchange, receipt: Receipt) -> None:
+    """Note the receipt for the response headers. Of a request with several prompts, the first
+    prompt's: the others differ from it in the number at the end of the id."""
+    if exchange.receipt is None or exchange.receipt.request_id == receipt.request_id:
+        exchange.receipt = receipt
+
+
+def _receipt_headers(receipt: Receipt, with_details: bool) -> dict[str, str]:
+    """The result of admission and the states that decided; more if the request asks for it."""
+    plan = receipt.plan
+    headers = {
+        "x-coterie-receipt": receipt.request_id,
+        "x-coterie-admission": receipt.admission,
+        "x-coterie-breaker": plan.breaker,
+        "x-coterie-shadow": plan.shadow or "none",
+    }
+    if with_details:
+        headers |= {
+            "x-coterie-model": _header_text(plan.model),
+            "x-coterie-replica": plan.replica,
+            "x-coterie-intent": _header_text(plan.intent),
+            "x-coterie-router": plan.router_version,
+            "x-coterie-config": plan.config_digest,
+            "x-coterie-reasons": _header_text("; ".join(plan.reasons), MAX_REASONS),
+        }
+    return headers
+
+
+def _header_text(text: str, most: int = 128) -> str:
+    if text.isascii() and text.isprintable():
+        return text[:most].strip()
+    return "".join(char for char in text if " " <= char < "\x7f")[:most].strip()
+
+
+def _plan_headers(exchange: Exchange, scope: Scope) -> list[tuple[bytes, bytes]]:
     request_id = exchange.request_id.encode("ascii")
     headers = [
         (b"x-request-id", request_id),
@@ -224,7 +348,15 @@ def _plan_headers(exchange: Exchange) -> list[tuple[bytes, bytes]]:
     ]
     if exchange.dialect == errors.ANTHROPIC:
         headers[1] = (b"request-id", request_id)
-    headers += [(name.encode(), value.encode()) for name, value in exchange.headers.items()]
+    values = exchange.headers
+    if exchange.receipt is not None:
+        with_details = [
+            value
+            for name, value in scope["headers"]
+            if name == DEBUG and value.strip().lower() == b"true"
+        ]
+        values = values | _receipt_headers(exchange.receipt, bool(with_details))
+    headers += [(name.encode(), value.encode()) for name, value in values.items()]
     return headers
 
 

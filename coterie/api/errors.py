@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import msgspec
 
-from coterie.core.errors import ContextExcess, CoterieError
+from coterie.core.errors import AdmissionOffer, ContextExcess, CoterieError
 from coterie.obs.log import log
+from coterie.service.quotas import REQUESTS, TOKENS, QuotaState
 
 encode = msgspec.json.Encoder().encode
 
 # openai-python ignores a Retry-After above this
 MAX_RETRY_AFTER_S = 120.0
 OPENAI, ANTHROPIC = "openai", "anthropic"
+# the parameters of errors about a tenant's quotas
+QUOTAS = {kind: f"{kind}_per_minute" for kind in (REQUESTS, TOKENS)}
 # an absolute file path, but no route of this server and no part of a URL; its last part is kept
 _SERVER_PATH = re.compile(r"(?<![\w/:.~-])/(?!v1/|health)(?:[^\s/'\":,;()]+/)+(?=[^\s/'\":,;()])")
 
@@ -40,6 +44,7 @@ ROWS: dict[str, ErrorRow] = {
     "invalid_request": ErrorRow(400, _BAD, None, 400, _BAD),
     "context_length_exceeded": ErrorRow(400, _BAD, "context_length_exceeded", 400, _BAD),
     "unsupported": ErrorRow(400, _BAD, "unsupported", 400, _BAD),
+    "previous_response_not_found": ErrorRow(400, _BAD, "previous_response_not_found", 400, _BAD),
     "request_too_large": ErrorRow(413, _BAD, "request_too_large", 413, "request_too_large"),
     "unsupported_media_type": ErrorRow(415, _BAD, "unsupported_media_type", 415, _BAD),
     "misdirected": ErrorRow(421, _BAD, "misdirected", 421, _BAD),
@@ -48,6 +53,7 @@ ROWS: dict[str, ErrorRow] = {
     "not_found": ErrorRow(404, _BAD, "model_not_found", 404, "not_found_error"),
     "conflict": ErrorRow(409, _BAD, "conflict", 409, _BAD),
     "overloaded": ErrorRow(429, "requests", "rate_limit_exceeded", 429, "rate_limit_error"),
+    "saturated": ErrorRow(529, "server_error", "saturated", 529, "overloaded_error"),
     "unavailable": ErrorRow(503, "server_error", "specialist_unavailable", 529, "overloaded_error"),
     "deadline_exceeded": ErrorRow(504, "server_error", "deadline_exceeded", 504, "timeout_error"),
     "worker_crashed": ErrorRow(500, "server_error", "worker_crashed", 500, "api_error"),
@@ -59,7 +65,14 @@ _FALLBACK = ROWS["internal_error"]
 
 
 # OpenAI's code for a 404 is about models; it would be wrong for these fields
-_NOT_FOUND = {"job_id": "job_not_found", "action": "not_found"}
+_NOT_FOUND = {
+    "job_id": "job_not_found",
+    "receipt_id": "receipt_not_found",
+    "response_id": "response_not_found",
+    "action": "not_found",
+    "intent": "not_found",
+    "subject": "not_found",
+}
 
 
 def row_of(error: CoterieError) -> ErrorRow:
@@ -83,26 +96,44 @@ def public_message(error: CoterieError) -> str:
 
 
 def openai_body(
-    message: str, type_: str, *, param: str | None = None, code: str | None = None
+    message: str,
+    type_: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    offer: AdmissionOffer | None = None,
 ) -> bytes:
     error = {"message": message, "type": type_, "param": param, "code": code}
-    return encode({"error": error})
+    return encode({"error": error | _offered(offer)})
 
 
-def anthropic_body(message: str, type_: str, request_id: str) -> bytes:
+def anthropic_body(
+    message: str, type_: str, request_id: str, offer: AdmissionOffer | None = None
+) -> bytes:
     error = {"type": type_, "message": message}
-    return encode({"type": "error", "error": error, "request_id": request_id})
+    return encode({"type": "error", "error": error | _offered(offer), "request_id": request_id})
+
+
+def _offered(offer: AdmissionOffer | None) -> dict[str, dict[str, int | str]]:
+    """`offer`: a request that would be admitted now; only the values that differ."""
+    if offer is None:
+        return {}
+    given = {"max_tokens": offer.max_tokens, "deadline_ms": offer.deadline_ms, "model": offer.model}
+    return {"offer": {name: value for name, value in given.items() if value is not None}}
 
 
 def body_of(error: CoterieError, dialect: str, request_id: str) -> bytes:
     """The JSON body; also the payload of an error inside a stream."""
-    row = row_of(error)
+    row, offer = row_of(error), getattr(error, "offer", None)
     if dialect == ANTHROPIC:
-        return anthropic_body(_in_anthropic_words(error), row.anthropic_type, request_id)
+        message = _in_anthropic_words(error)
+        return anthropic_body(message, row.anthropic_type, request_id, offer)
     code = row.openai_code
     if row.openai_status == 404:
         code = _NOT_FOUND.get(error.param or "", code)
-    return openai_body(public_message(error), row.openai_type, param=error.param, code=code)
+    kind = TOKENS if error.param == QUOTAS[TOKENS] else row.openai_type
+    message = public_message(error)
+    return openai_body(message, kind, param=error.param, code=code, offer=offer)
 
 
 def _in_anthropic_words(error: CoterieError) -> str:
@@ -136,17 +167,38 @@ def headers_of(error: CoterieError, dialect: str, max_queue: int | None = None) 
         wait_s = min(error.retry_after_s, MAX_RETRY_AFTER_S)
         # for a user's rate limit the size of the queue is not the limit
         limit = None if error.param == "user_id" else max_queue
-        headers.update(_rate_limit(wait_s, dialect, limit))
+        # the headers of a quota come from the quota itself
+        if error.param not in QUOTAS.values():
+            headers.update(_rate_limit(wait_s, dialect, limit))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     return headers
 
 
+def quota_headers(states: Sequence[QuotaState], dialect: str) -> list[tuple[bytes, bytes]]:
+    """A tenant's quotas as its vendor writes them."""
+    headers: list[tuple[str, str]] = []
+    for state in states:
+        limit, remaining = str(state.limit), str(state.remaining)
+        if dialect == ANTHROPIC:
+            name = f"anthropic-ratelimit-{state.kind}"
+            values = {"limit": limit, "remaining": remaining, "reset": _moment(state.reset_s)}
+            headers += [(f"{name}-{key}", value) for key, value in values.items()]
+        else:
+            values = {"limit": limit, "remaining": remaining, "reset": duration(state.reset_s)}
+            headers += [(f"x-ratelimit-{key}-{state.kind}", value) for key, value in values.items()]
+    return [(name.encode(), value.encode()) for name, value in headers]
+
+
+def _moment(seconds: float) -> str:
+    """RFC 3339, this many seconds from now."""
+    return f"{datetime.now(UTC) + timedelta(seconds=math.ceil(seconds)):%Y-%m-%dT%H:%M:%SZ}"
+
+
 def _rate_limit(wait_s: float, dialect: str, max_queue: int | None) -> dict[str, str]:
     limit = {} if max_queue is None else {"limit": str(max_queue)}
     if dialect == ANTHROPIC:
-        reset = datetime.now(UTC) + timedelta(seconds=math.ceil(wait_s))
-        values = limit | {"remaining": "0", "reset": f"{reset:%Y-%m-%dT%H:%M:%SZ}"}
+        values = limit | {"remaining": "0", "reset": _moment(wait_s)}
         return {f"anthropic-ratelimit-requests-{name}": value for name, value in values.items()}
     values = limit | {"remaining": "0", "reset": duration(wait_s)}
     return {f"x-ratelimit-{name}-requests": value for name, value in values.items()}

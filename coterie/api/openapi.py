@@ -18,7 +18,7 @@ from starlette.responses import Response
 from coterie import __version__
 from coterie.api.answer_types import ExpertPlan
 from coterie.core.events import InferenceMetrics, InferenceResult, ValidationResult
-from coterie.core.plan import AdapterChoice, Candidate, RouteTrace
+from coterie.core.plan import AdapterChoice, Candidate, ClassifierInput, RouteTrace
 
 JSON, SSE = "application/json", "text/event-stream"
 _TEMPLATE = "#/components/schemas/{model}"
@@ -227,6 +227,9 @@ def _schemas(rows: Sequence[RouteRow]) -> dict[str, Any]:
     adapters += [(kind, "serialization", TypeAdapter(kind)) for kind in answers]
     _, made = TypeAdapter.json_schemas(adapters, ref_template=_TEMPLATE)
     schemas: dict[str, Any] = made["$defs"]
+    # what callers are not shown
+    schemas.pop(ClassifierInput.__name__)
+    del schemas[RouteTrace.__name__]["properties"]["classified"]
     for kind in _WHOLE:
         schema = schemas[kind.__name__]
         schema["required"] = list(schema["properties"])

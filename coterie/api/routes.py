@@ -15,6 +15,14 @@ from starlette.responses import Response
 
 from coterie.api import answer_types as native_answers
 from coterie.api import answer_types as vendor_answers
+from coterie.api.admin.config import ConfigEndpoints
+from coterie.api.admin.ensemble import (
+    AuditQuery,
+    CanaryBody,
+    EnsembleEndpoints,
+    ReasonBody,
+    ThresholdsBody,
+)
 from coterie.api.admin.experts import (
     ExpertEndpoints,
     ExpertPatch,
@@ -28,6 +36,7 @@ from coterie.api.native.feedback import FeedbackBody, FeedbackEndpoints, Inferen
 from coterie.api.native.infer import InferEndpoints
 from coterie.api.native.infer_body import InferBody
 from coterie.api.native.jobs import DeletedJob, JobEndpoints, JobList, JobParameters, JobView
+from coterie.api.native.receipts import ReceiptEndpoints
 from coterie.api.native.server import (
     ModelQuery,
     NativeEndpoints,
@@ -41,7 +50,15 @@ from coterie.api.openai.types import (
     TokenizerQuery,
 )
 from coterie.api.openapi import RouteReplies, RouteRow, document
+from coterie.api.responses.endpoints import ResponsesDialect
+from coterie.api.responses.types import (
+    ItemQuery,
+    ResponseBody,
+    ResponseCountBody,
+    RetrieveQuery,
+)
 from coterie.core.events import InferenceResult
+from coterie.core.receipt import Receipt
 
 # stands in for the services of endpoints that are only described, never called
 _NOBODY: Any = None
@@ -53,9 +70,9 @@ _PLAIN = "text/plain"
 _LOOK = (401, 500, 503)
 _FIND = (401, 404, 500, 503)
 _COUNT = (400, 401, 404, 413, 500, 503)
-_INFER = (400, 401, 404, 413, 429, 500, 503)
+_INFER = (400, 401, 403, 404, 413, 429, 500, 503)
 _OPENAI = (*_INFER, 504)
-_ANTHROPIC = (400, 401, 404, 413, 429, 500, 504, 529)
+_ANTHROPIC = (400, 401, 403, 404, 413, 429, 500, 504, 529)
 _LIST_EXPERTS = (401, 403, 500, 503)
 _FIND_EXPERT = (400, *_LIST_EXPERTS, 404)
 _CHANGE_EXPERTS = (*_FIND_EXPERT, 413)
@@ -80,9 +97,13 @@ class EndpointSet:
     anthropic: AnthropicDialect
     native: NativeEndpoints
     experts: ExpertEndpoints
+    config: ConfigEndpoints
     infer: InferEndpoints
     jobs: JobEndpoints
     feedback: FeedbackEndpoints
+    receipts: ReceiptEndpoints
+    ensemble: EnsembleEndpoints
+    responses: ResponsesDialect
 
 
 def routes(ends: EndpointSet) -> Sequence[RouteRow]:
@@ -90,8 +111,11 @@ def routes(ends: EndpointSet) -> Sequence[RouteRow]:
         *_infer_routes(ends),
         *_job_routes(ends.jobs),
         *_vendor_routes(ends),
+        *_response_routes(ends.responses),
         *_native_routes(ends.native),
         *_expert_routes(ends.experts),
+        *_ensemble_routes(ends.ensemble),
+        *_config_routes(ends.config),
     )
 
 
@@ -109,7 +133,11 @@ def _infer_routes(ends: EndpointSet) -> Sequence[RouteRow]:
             _GET, "/v1/inferences", feedback.list_inferences, "native", log, query=InferenceQuery
         ),
         RouteRow(_POST, "/v1/feedback", feedback.give_feedback, "native", judged, FeedbackBody),
-    )
+        RouteRow(
+            _GET, "/v1/receipts/{receipt_id}", ends.receipts.get_receipt, "native",
+            RouteReplies((Receipt,), _FIND),
+        ),
+    )  # fmt: skip
 
 
 def _job_routes(jobs: JobEndpoints) -> Sequence[RouteRow]:
@@ -134,7 +162,7 @@ def _vendor_routes(ends: EndpointSet) -> Sequence[RouteRow]:
     message = RouteReplies((answers.AnthropicMessage,), _ANTHROPIC, events={})
     count = RouteReplies((answers.TokenCount,), (400, 401, 404, 413, 500, 529))
     models = RouteReplies((answers.ModelList, answers.AnthropicModelList), (400, *_LOOK))
-    model = RouteReplies((answers.OpenAIModel, answers.AnthropicModel), (400, *_FIND))
+    model = RouteReplies((answers.OpenAIModel, answers.AnthropicModel), (400, 403, *_FIND))
     return (
         RouteRow(
             _POST, "/v1/chat/completions", openai.chat, "openai", chat, ChatBody, headers=_STEERING
@@ -152,6 +180,33 @@ def _vendor_routes(ends: EndpointSet) -> Sequence[RouteRow]:
         RouteRow(
             _POST, "/v1/messages/count_tokens", anthropic.count_tokens, "anthropic", count,
             CountBody,
+        ),
+    )  # fmt: skip
+
+
+def _response_routes(ends: ResponsesDialect) -> Sequence[RouteRow]:
+    answers = vendor_answers
+    one = "/v1/responses/{response_id}"
+    created = RouteReplies((answers.ResponseObject,), _OPENAI, events={})
+    shown = RouteReplies((answers.ResponseObject,), (400, *_FIND), events={})
+    ended = RouteReplies((answers.ResponseObject,), (400, *_FIND))
+    deleted = RouteReplies((answers.DeletedResponse,), _FIND)
+    listed = RouteReplies((answers.ResponseItemList,), (400, 413, *_FIND))
+    counted = RouteReplies((answers.ResponseTokenCount,), _COUNT)
+    return (
+        RouteRow(
+            _POST, "/v1/responses", ends.create_response, "openai", created, ResponseBody,
+            headers=_STEERING,
+        ),
+        RouteRow(
+            _POST, "/v1/responses/input_tokens", ends.count_input_tokens, "openai", counted,
+            ResponseCountBody,
+        ),
+        RouteRow(_GET, one, ends.get_response, "openai", shown, query=RetrieveQuery),
+        RouteRow(_DELETE, one, ends.delete_response, "openai", deleted),
+        RouteRow(_POST, one + "/cancel", ends.cancel_response, "openai", ended),
+        RouteRow(
+            _GET, one + "/input_items", ends.list_input_items, "openai", listed, query=ItemQuery
         ),
     )  # fmt: skip
 
@@ -213,6 +268,43 @@ def _expert_routes(experts: ExpertEndpoints) -> Sequence[RouteRow]:
     )  # fmt: skip
 
 
+def _ensemble_routes(ends: EnsembleEndpoints) -> Sequence[RouteRow]:
+    answers = native_answers
+    slo = RouteReplies((answers.SloList,), (401, 500, 503))
+    shown = RouteReplies((answers.EnsembleStatus,), _LIST_EXPERTS)
+    acted = RouteReplies((answers.SpecialistStatus,), (*_CHANGE_EXPERTS, 409))
+    intent = RouteReplies((answers.IntentStatus,), (*_CHANGE_EXPERTS, 409))
+    canary = RouteReplies((answers.CanaryStatus,), (*_CHANGE_EXPERTS, 409))
+    audit = RouteReplies((answers.AuditList,), (400, *_LIST_EXPERTS))
+    one = "/v1/ensemble/intents/{intent}"
+    return (
+        RouteRow(_GET, "/v1/slo", ends.slo, "native", slo),
+        RouteRow(_GET, "/v1/ensemble", ends.show_ensemble, "ensemble", shown),
+        RouteRow(
+            _POST, "/v1/ensemble/specialists/{name}/{action}", ends.act_on_specialist, "ensemble",
+            acted, ReasonBody,
+        ),
+        RouteRow(("PATCH",), one, ends.set_thresholds, "ensemble", intent, ThresholdsBody),
+        RouteRow(_DELETE, one, ends.clear_thresholds, "ensemble", intent),
+        RouteRow(
+            _POST, "/v1/ensemble/canaries", ends.start_canary, "ensemble", canary, CanaryBody
+        ),
+        RouteRow(
+            _DELETE, "/v1/ensemble/canaries/{subject}", ends.stop_canary, "ensemble", canary
+        ),
+        RouteRow(_GET, "/v1/ensemble/audit", ends.audit, "ensemble", audit, query=AuditQuery),
+    )  # fmt: skip
+
+
+def _config_routes(config: ConfigEndpoints) -> Sequence[RouteRow]:
+    shown = RouteReplies((native_answers.ConfigAnswer,), _LIST_EXPERTS)
+    reloaded = RouteReplies((native_answers.ReloadAnswer,), (400, *_LIST_EXPERTS))
+    return (
+        RouteRow(_GET, "/v1/config", config.show_config, "config", shown),
+        RouteRow(_POST, "/v1/config/reload", config.reload_config, "config", reloaded),
+    )
+
+
 def add_routes(app: FastAPI, rows: Sequence[RouteRow]) -> None:
     for row in rows:
         for method in row.methods:
@@ -233,9 +325,13 @@ def described() -> Sequence[RouteRow]:
             AnthropicDialect(_NOBODY, 0),
             NativeEndpoints(_NOBODY, 0),
             ExpertEndpoints(_NOBODY, 0, 0),
+            ConfigEndpoints(_NOBODY, _NOBODY),
             InferEndpoints(_NOBODY, _NOBODY, _NOBODY, 0),
             JobEndpoints(_NOBODY),
             FeedbackEndpoints(_NOBODY, 0),
+            ReceiptEndpoints(_NOBODY),
+            EnsembleEndpoints(_NOBODY, 0),
+            ResponsesDialect(_NOBODY, _NOBODY, _NOBODY, 0),
         )
     )
 

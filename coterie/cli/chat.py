@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from coterie.cli.options import add_experts, add_model, add_moe, add_sampling
 from coterie.cli.run import open_llm, options
+from coterie.cli.specialist import add_specialist, use_specialist
 from coterie.cli.terminal import note
 from coterie.core.errors import ContextLengthExceeded
 
@@ -22,6 +23,7 @@ examples:
   coterie chat
   coterie chat --system "Answer in one sentence." --temperature 0.2
   coterie chat --expert ./my-lora=0.5
+  coterie chat --config examples/eight.toml --specialist text-to-sql
   printf 'Hello\\nAnd again\\n' | coterie chat
 
 in the conversation: /reset forgets it, /exit leaves (so does Ctrl-D),
@@ -31,6 +33,7 @@ Ctrl-C stops an answer.
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    add_specialist(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_sampling(parser, max_tokens=512)
     add_experts(parser)
@@ -38,6 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
+    args = use_specialist(args)
     with open_llm(args) as llm:
         return ChatLoop(llm, args.system, options(args)).run()
 

@@ -15,7 +15,22 @@ from types import ModuleType
 from typing import NoReturn
 
 from coterie import __version__
-from coterie.cli import bench, carve, chat, doctor, keys, plan, pull, router, run, serve, tune
+from coterie.cli import (
+    bench,
+    carve,
+    chat,
+    config,
+    doctor,
+    ensemble,
+    keys,
+    plan,
+    pull,
+    router,
+    run,
+    serve,
+    top,
+    tune,
+)
 from coterie.cli.expert import command as expert
 from coterie.cli.store import command as store
 from coterie.cli.terminal import width
@@ -24,10 +39,13 @@ from coterie.core.errors import ConfigError, CoterieError, InvalidRequest
 # name -> module with HELP, EPILOG, configure(parser) and execute(args)
 COMMANDS: dict[str, ModuleType] = {
     "serve": serve,
+    "config": config,
     "run": run,
     "chat": chat,
     "pull": pull,
     "expert": expert,
+    "ensemble": ensemble,
+    "top": top,
     "keys": keys,
     "router": router,
     "carve": carve,

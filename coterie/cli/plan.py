@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.cli.options import add_model, budget, count, fetch, strategy
+from coterie.cli.specialist import add_specialist, use_specialist
 from coterie.cli.terminal import facts, nbytes, note, table
 from coterie.core.errors import ConfigError
 from coterie.core.moe import MoeSettings
@@ -40,6 +41,7 @@ once; no expert stays loaded. The flags at the end give this very plan again.
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    add_specialist(parser)
     add = parser.add_argument
     add("--strategy", type=strategy, metavar="NAME", help="plan for this one instead of choosing")
     add("--context", type=count, metavar="N", help="tokens whose KV is reserved first")
@@ -54,6 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
+    args = use_specialist(args)
     path = fetch(args.model)
     document = make(path, args)
     text = json.dumps(document, indent=1)

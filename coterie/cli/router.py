@@ -1,4 +1,7 @@
-"""`coterie router`: which experts a prompt would get, and why. Needs no server and no model."""
+"""`coterie router`: which experts a prompt would get, and why; and routers that are trained.
+
+Needs no server and no model.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,31 @@ import asyncio
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coterie.cli import router_replay, router_versions
 from coterie.cli.expert.state import experts_dir
 from coterie.cli.terminal import ActionMenu, choose, facts, note, show, width
 from coterie.core.errors import ConfigError, CoterieError
 from coterie.core.sampling import TUNED_FIELDS
 
 if TYPE_CHECKING:
+    from coterie.core.config import Config
     from coterie.core.plan import Candidate, RoutePlan, RouteTrace
     from coterie.routing.protocols import OutcomeRates
     from coterie.routing.router import Router, Specialist
     from coterie.service.adapters.catalog import AdapterCatalog
 
-HELP = "say which experts a prompt would get, and why"
+HELP = "say who would answer a prompt, and why; train routers"
 EPILOG = """\
 examples:
   coterie router explain "How many users are older than 30? Write SQL."
   coterie router explain "Extract name and age as JSON" --body letter.txt
+  coterie router train traffic.jsonl
+  coterie router promote 3f2a --held-out held_out.jsonl
+  coterie router replay --config new.toml
 
 coterie router ACTION --help says more.
 """
@@ -36,9 +45,10 @@ examples:
   cat prompt.txt | coterie router explain -
   coterie router explain "Make a slug: Hello World" --max-experts 3 --json
 
-Uses the experts that are installed here, as a server with default settings
-would for a request that names none of them. Columns: sim(ilarity), succ(ess)
-and mem(ory) are the three terms of the score; prob(ability) decides.
+Uses the experts that are installed here, as a server with default settings (or
+with those of --config) would for a request that names none of them. Columns:
+sim(ilarity), succ(ess) and mem(ory) are the three terms of the score;
+prob(ability) decides.
 """
 MAX_PROMPT_BYTES = 2_000_000
 _FIGURES = ("sim", "succ", "mem", "score", "prob")
@@ -57,8 +67,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     action.add_argument("--max-experts", type=int, metavar="N", help="most experts, 1 to 10")
     action.add_argument("--exclude", action="append", metavar="NAME", help="never this one")
     action.add_argument("--rows", type=int, default=10, metavar="N", help="candidates shown (10)")
-    action.add_argument("--config", metavar="FILE", help="TOML file with a [routing] section")
+    action.add_argument("--config", metavar="FILE", help="TOML settings: among its specialists")
     action.add_argument("--json", action="store_true", help="print JSON")
+    router_versions.add_actions(menu)
+    router_replay.add_action(menu)
 
 
 execute = choose
@@ -72,10 +84,16 @@ def explain(args: argparse.Namespace) -> int:
     prompt = _printable(_read("-") if args.prompt == "-" else args.prompt)
     if not prompt.strip():
         raise ConfigError("the prompt is empty", param="prompt")
-    plan = asyncio.run(
-        _plan(args, prompt, "" if args.body is None else _printable(_read(args.body)))
-    )
-    return show(args, _report(plan), _text(plan, args.rows))
+    body = "" if args.body is None else _printable(_read(args.body))
+    plan = asyncio.run(_plan(args, prompt, body))
+    report = _report(plan)
+    if args.config is not None:
+        report |= {
+            "specialist": plan.specialist,
+            "intent": plan.intent,
+            "alternates": [asdict(item) for item in plan.alternates],
+        }
+    return show(args, report, _text(plan, args.rows, args.config is not None))
 
 
 def _read(source: str) -> str:
@@ -95,19 +113,54 @@ def _printable(text: str) -> str:
 
 async def _plan(args: argparse.Namespace, prompt: str, body: str) -> RoutePlan:
     from coterie.core.config import load
+    from coterie.routing.classify.versions import folder_of, read_current
     from coterie.routing.router import Router
     from coterie.service.adapters.catalog import AdapterCatalog
+    from coterie.weights.home import state_dir
 
     config = load(args.config)
     catalog = AdapterCatalog(experts_dir())
     await catalog.start()
     try:
         await catalog.settled()
-        bases = _bases(catalog, config.adapters.device_bytes)
-        router = Router(bases, catalog, config.routing, _outcomes())
+        trained = None
+        known = _bases(catalog, config.adapters.device_bytes)
+        if args.config is not None:
+            known = _specialists(config, catalog, known[0].fingerprint)
+            trained = read_current(folder_of(config.ensemble.router, state_dir()))
+        router = Router(known, catalog, config.routing, _outcomes(), trained=trained)
         return _planned(router, args, prompt, body)
     finally:
         await catalog.close()
+
+
+def _specialists(config: Config, catalog: AdapterCatalog, base: str) -> list[Specialist]:
+    """The specialists of a file. No model is read: the base of one is that of its own experts, or
+    of the experts of another with the same model; otherwise `base`."""
+    from coterie.routing.router import Specialist
+    from coterie.service.adapters.fixed import fixed_adapters
+    from coterie.service.config_check import check, expected_names
+
+    names = expected_names(config)
+    check(config, names)
+    fixed = fixed_adapters(config, names, catalog)
+    listed = list(zip(names, config.specialists, strict=True))
+    by_model = {
+        settings.model: card_base
+        for name, settings in listed
+        for item in fixed.get(name, ())
+        for card_base in item.profile.card.bases[:1]
+    }
+    return [
+        Specialist(
+            name,
+            fingerprint=by_model.get(settings.model, base),
+            adapter_bytes=config.adapters.device_bytes,
+            fixed=fixed.get(name, ()),
+            intents=settings.intents,
+        )
+        for name, settings in listed
+    ]
 
 
 def _bases(catalog: AdapterCatalog, adapter_bytes: int) -> list[Specialist]:
@@ -182,12 +235,18 @@ def _report(plan: RoutePlan) -> dict[str, Any]:
     return expert_plan(plan)
 
 
-def _text(plan: RoutePlan, rows: int) -> str:
+def _text(plan: RoutePlan, rows: int, names_specialist: bool) -> str:
     trace = plan.trace
     if trace is None:
         raise CoterieError("the router told nothing about this prompt")
     chosen = ", ".join(adapter.name for adapter in plan.adapters) or "none: the base model alone"
-    pairs = [("experts", chosen), ("confidence", f"{plan.confidence:.3f}")]
+    pairs = [("specialist", plan.specialist)] if names_specialist else []
+    pairs += [("experts", chosen), ("confidence", f"{plan.confidence:.3f}")]
+    others = [
+        f"{item.specialist} {item.probability:.3f}{' (viable)' if item.viable else ''}"
+        for item in plan.alternates
+    ]
+    pairs += [("alternates", ", ".join(others))] if others else []
     pairs += [("why", reason) for reason in plan.reasons]
     pairs += [("task", _task(trace)), ("sampling", _sampling(plan))]
     pairs += [("degraded", note) for note in trace.degraded]

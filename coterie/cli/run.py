@@ -22,6 +22,7 @@ from coterie.cli.options import (
     moe_options,
     token_ids,
 )
+from coterie.cli.specialist import add_specialist, use_specialist
 from coterie.cli.terminal import facts, narrate, nbytes, note
 from coterie.core.adapters import DEFAULTS, AdapterSettings
 from coterie.core.errors import InvalidRequest
@@ -43,6 +44,7 @@ examples:
   coterie run ./moe --prompt - --trace run.npz < letter.txt
   coterie run --prompt-ids 1,2,3 --json                text, ids, usage as JSON
   cat letter.txt | coterie run --prompt -              from standard input
+  coterie run --config coterie.toml --specialist sql --prompt "..."
 
 A model with a chat template is asked as in a chat; --raw leaves the template
 out and lets the model go on with the text. --trace is for coterie plan --trace.
@@ -52,6 +54,7 @@ out and lets the model go on with the text. --trace is for coterie plan --trace.
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_capture(parser)
+    add_specialist(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; - reads standard input")
     prompt.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="as token ids")
@@ -126,6 +129,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def execute(args: argparse.Namespace) -> int:
+    args = use_specialist(args)
     text = _text(args)
     started = time.perf_counter()
     with open_llm(args) as llm, llm.traced(args.trace) if args.trace else nullcontext():

@@ -12,6 +12,7 @@ from pathlib import Path
 from coterie.api.auth import check_exposure, load_keys
 from coterie.cli.machine import is_installed
 from coterie.cli.options import add_capture, add_model, add_moe, count, fetch, moe_options, size
+from coterie.cli.specialist import index_of
 from coterie.core import spawn
 from coterie.core.config import LOG_LEVELS, Config, ServerSettings, load
 from coterie.core.errors import ConfigError, MissingDependency
@@ -63,6 +64,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_capture(parser)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML settings")
+    parser.add_argument(
+        "--specialist",
+        metavar="NAME",
+        help="of --config: the one that MODEL, --dtype, --context ... are for (default: the first)",
+    )
     parser.add_argument("--host", help="address to bind (default: 127.0.0.1)")
     parser.add_argument("--port", type=port, help="port; 0 = any free one (default: 8000)")
     _add_access(parser)
@@ -161,10 +167,24 @@ def port(text: str) -> int:
 
 
 def settings(args: argparse.Namespace) -> Config:
-    overrides = {key: getattr(args, option) for option, key in _SETTINGS.items()}
+    """The settings of the file and the flags. Reads the file each time."""
+    place = _place(args)
+    overrides = {
+        key.replace("specialists.0.", f"specialists.{place}."): getattr(args, option)
+        for option, key in _SETTINGS.items()
+    }
     for name, value in moe_options(args).items():
-        overrides[f"specialists.0.moe.{name}"] = value
+        overrides[f"specialists.{place}.moe.{name}"] = value
     return load(args.config, overrides)
+
+
+def _place(args: argparse.Namespace) -> int:
+    """The specialist that MODEL, --dtype, --context ... mean."""
+    if args.specialist is None:
+        return 0
+    if args.config is None:
+        raise ConfigError("--specialist needs --config FILE", param="specialist")
+    return index_of([item.name for item in load(args.config).specialists], args.specialist)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -178,17 +198,22 @@ def execute(args: argparse.Namespace) -> int:
     if config.server.grpc_port >= 0 and not is_installed("grpc_reflection"):
         raise MissingDependency("--grpc-port needs grpcio: pip install 'coterie[grpc]'")
     listener = listen(config.server)
+    from coterie.service.config_check import check, expected_names
+
+    # what is wrong is said before anything is fetched
+    check(config, expected_names(config))
     for specialist in config.specialists:
-        fetch(specialist.model or None)
+        if not specialist.remote.url:
+            fetch(specialist.model or None)
     from coterie.obs.log import configure as configure_log
 
     configure_log(config.server.log_level)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(config, listener))
+        runner.run(_serve(config, listener, lambda: settings(args)))
     return 0
 
 
-async def _serve(config: Config, listener: socket.socket) -> None:
+async def _serve(config: Config, listener: socket.socket, read: Callable[[], Config]) -> None:
     from coterie.obs.loop_watch import LoopWatch
     from coterie.service.build import build
 
@@ -197,7 +222,7 @@ async def _serve(config: Config, listener: socket.socket) -> None:
         # the workers load their models while this process imports the web framework
         starting = asyncio.ensure_future(pipeline.start())
         server = await asyncio.to_thread(importlib.import_module, "coterie.cli.server")
-        await server.run(config, pipeline, starting, listener)
+        await server.run(config, pipeline, starting, listener, read)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -12,13 +12,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from coterie import __version__
+from coterie.api.admin.config import SettingsReloader
 from coterie.api.app import create_app
 from coterie.api.transport.connections import OpenConnections, protocols
 from coterie.cli.terminal import facts, nbytes, note
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 # time after the drain to stop the workers and to write the last frames
 CLOSE_S = 5.0
+# new objects after which the garbage collector looks at them; Python's 700 are 20 requests
+GC_THRESHOLD = 10_000
 # time to stop the workers after a second Ctrl-C
 FORCED_CLOSE_S = 5.0
 # open files other than connections: databases, sockets to workers, model files
@@ -45,9 +48,18 @@ class _Server(uvicorn.Server):
     """Drains on the first signal and stops on the second, without raising the signal again."""
 
     def __init__(
-        self, config: uvicorn.Config, pipeline: Pipeline, starting: asyncio.Task[None]
+        self,
+        config: uvicorn.Config,
+        pipeline: Pipeline,
+        starting: asyncio.Task[None],
+        reloader: SettingsReloader,
     ) -> None:
         super().__init__(config)
+        self.reloader = reloader
+        # a terminal that it was started on
+        self.terminal = next((number for number in range(3) if os.isatty(number)), None)
+        # tasks are kept here: the loop itself keeps no task alive
+        self.reloads: set[asyncio.Task[None]] = set()
         self.pipeline = pipeline
         self.starting = starting
 
@@ -56,11 +68,14 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
         try:
             yield
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 loop.remove_signal_handler(number)
+            # everything has ended: a second one would only change the exit status
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _stop(self) -> None:
         if self.should_exit:
@@ -69,6 +84,25 @@ class _Server(uvicorn.Server):
             return
         self.should_exit = True
         note("coterie: letting running requests end; Ctrl-C again stops at once")
+
+    def _reload(self) -> None:
+        if self.terminal is not None and not os.isatty(self.terminal):
+            # no one asks for a reload: the terminal was closed
+            self.should_exit = True
+            return
+        # one more if one is running: it may have read the file before its last change
+        task = asyncio.ensure_future(self._read_again())
+        self.reloads.add(task)
+        task.add_done_callback(self.reloads.discard)
+
+    async def _read_again(self) -> None:
+        try:
+            result = await self.reloader.reload()
+        except CoterieError as error:
+            note(f"coterie: settings not changed: {error.message}")
+        else:
+            changed = ", ".join(result.changed) or "nothing"
+            note(f"coterie: settings {result.digest}; changed: {changed}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.ensure_future(self._end_requests())
@@ -91,9 +125,14 @@ class _Server(uvicorn.Server):
 
 
 async def run(
-    config: Config, pipeline: Pipeline, starting: asyncio.Task[None], listener: socket.socket
+    config: Config,
+    pipeline: Pipeline,
+    starting: asyncio.Task[None],
+    listener: socket.socket,
+    read: Callable[[], Config],
 ) -> None:
-    """Serves until a signal. `starting` is the pipeline's start, which is already running."""
+    """Serves until a signal. `starting` is the pipeline's start, which is already running; `read`
+    reads the settings again, for SIGHUP and the admin endpoint."""
     url = _url(config.server, listener)
     failures: list[BaseException] = []
 
@@ -102,12 +141,14 @@ async def run(
             # permanent objects are not examined by the garbage collector while requests run
             gc.collect()
             gc.freeze()
+            # few objects of a request are part of a cycle
+            gc.set_threshold(GC_THRESHOLD)
             print(banner(url, pipeline, asks_key=bool(config.server.api_key_file)), flush=True)
         else:
             failures.append(error)
             server.should_exit = True
 
-    app = create_app(pipeline, config, on_start, starting)
+    app = create_app(pipeline, config, on_start, starting, read)
     most = _max_connections(config.server.max_connections)
     protocol_classes = protocols(OpenConnections(config.server, pipeline.registry, most))
     server = _Server(
@@ -117,6 +158,8 @@ async def run(
             log_config=None,
             log_level="warning",
             server_header=False,
+            # nothing here reads the address or the scheme of a client
+            proxy_headers=False,
             timeout_graceful_shutdown=math.ceil(config.server.drain_s + CLOSE_S),
             lifespan="on",
             http=protocol_classes.http,
@@ -127,6 +170,7 @@ async def run(
         ),
         pipeline,
         starting,
+        app.state.reloader,
     )
     note(f"coterie: listening on {url}, loading models")
     async with grpc_server_if_enabled(config.server, pipeline, app):
@@ -169,29 +213,8 @@ def _url(server: ServerSettings, listener: socket.socket) -> str:
 
 def banner(url: str, pipeline: Pipeline, asks_key: bool) -> str:
     pairs = [("Coterie", f"{__version__}, Python {sys.version.split()[0]}"), ("url", url)]
-    specialists = pipeline.health().specialists
-    for name, info in specialists.items():
-        sizes = [
-            f"{nbytes(info[key])} {label}"
-            for key, label in (
-                ("weight_bytes", "weights"),
-                ("kv_bytes", "KV"),
-                ("graph_bytes", "for graphs"),
-            )
-            if info.get(key)
-        ]
-        about = [info["dtype"], info["device"], f"context {info['max_model_len']}", *sizes]
-        pairs.append(("model", f"{name} ({', '.join(about)})"))
-        experts = info.get("experts")
-        if experts:
-            memory = (
-                f"{nbytes(experts['held_bytes'])} of {nbytes(experts['expert_bytes'])} in memory"
-            )
-            slots = f"{experts['device_slots']} device and {experts['host_slots']} host slots"
-            pairs.append(
-                ("experts", f"{experts['count']} by {experts['strategy']}: {slots}, {memory}")
-            )
-            pairs += [("fallback", experts["fallback"])] if experts["fallback"] else []
+    for engine in _engines(pipeline):
+        pairs += _engine_rows(engine, pipeline)
     if installed := _installed(pipeline):
         pairs.append(("installed", installed))
     key = " -H 'authorization: Bearer KEY'" if asks_key else ""
@@ -200,8 +223,48 @@ def banner(url: str, pipeline: Pipeline, asks_key: bool) -> str:
     return f"{facts(pairs)}\n\ntry it:\n  {command}\n"
 
 
+def _engines(pipeline: Pipeline) -> list[dict[str, dict[str, Any]]]:
+    """The specialists of each engine: they share its weights and its KV."""
+    engines: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for name, info in pipeline.health().specialists.items():
+        engines.setdefault(tuple(info["replicas"]), {})[name] = info
+    return list(engines.values())
+
+
+def _engine_rows(engine: dict[str, dict[str, Any]], pipeline: Pipeline) -> list[tuple[str, str]]:
+    info = next(iter(engine.values()))
+    sizes = [
+        f"{nbytes(info[key])} {label}"
+        for key, label in (
+            ("weight_bytes", "weights"),
+            ("kv_bytes", "KV"),
+            ("graph_bytes", "for graphs"),
+        )
+        if info.get(key)
+    ]
+    shared = [info["dtype"], info["device"]]
+    rows: list[tuple[str, str]] = []
+    if len(engine) > 1:
+        about = ", ".join([*shared, *sizes])
+        rows.append(("engine", f"{about}, shared by {len(engine)} specialists"))
+        shared, sizes = [], []
+    fixed = pipeline.snapshot.config.adapters
+    for name, item in engine.items():
+        always = [f"with {choice.name}" for choice in fixed.get(name, ())]
+        about = ", ".join([*shared, f"context {item['max_model_len']}", *sizes, *always])
+        rows.append(("model", f"{name} ({about})"))
+    experts = info.get("experts")
+    if experts:
+        memory = f"{nbytes(experts['held_bytes'])} of {nbytes(experts['expert_bytes'])} in memory"
+        slots = f"{experts['device_slots']} device and {experts['host_slots']} host slots"
+        rows.append(("experts", f"{experts['count']} by {experts['strategy']}: {slots}, {memory}"))
+        rows += [("fallback", experts["fallback"])] if experts["fallback"] else []
+    return rows
+
+
 def _installed(pipeline: Pipeline) -> str:
-    fitting = [card.name for card in pipeline.models() if card.parent is not None]
+    router = pipeline.snapshot.router
+    fitting = [name for name, card in pipeline.adapters.current().items() if router.fits(card)]
     if not fitting:
         unfit = len(pipeline.adapters.current())
         return f"experts for other models ({unfit}), none for this one" if unfit else ""

@@ -13,16 +13,25 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from coterie.core.adapters import DEFAULTS, AdapterSettings
+from coterie.core.ensemble import (
+    EnsembleSettings,
+    IntentSettings,
+    RemoteSettings,
+    SloSettings,
+    TenantSettings,
+)
 from coterie.core.errors import ConfigError
 from coterie.core.moe import AUTOMATIC, MoeSettings
 from coterie.core.settings import (
     TASK_TYPES,
     JobSettings,
+    ResponseSettings,
     RoutingSettings,
     SettingRule,
     ValidatorSettings,
     allowed,
     checked,
+    inner_table,
     key,
     refuse_unknown,
     written,
@@ -161,7 +170,7 @@ class EngineSettings:
         0,
         "integer",
         "Most prompt tokens in a step in which other sequences decode: limits the gap between "
-        "their tokens; 0 = 2048 on a GPU, `max_step_tokens` on a CPU.",
+        "their tokens; 0 = 2048 on a GPU that has all experts, else `max_step_tokens`.",
         low=0,
         high=65536,
     )
@@ -211,9 +220,13 @@ class EngineSettings:
     )
 
 
+_SLO, _REMOTE = SloSettings(), RemoteSettings()
+
+
 @dataclass(frozen=True, slots=True)
 class SpecialistSettings:
-    """One model that can be asked for by name. The first one is the default."""
+    """One model, or a base model with adapters of its own, that can be asked for by name. The first
+    one is the default."""
 
     name: str = key("", "text", "The name clients send as `model`; empty = from the model's file.")
     model: str = key(
@@ -237,11 +250,25 @@ class SpecialistSettings:
     weight: float = key(
         1.0, "number", "Share of time and KV among specialists on one engine.", low=0.01, high=100
     )
+    adapters: tuple[str, ...] = key(
+        (),
+        "list",
+        "Experts it always runs with: `name`, `name@version`, or `name=0.5` for a weight.",
+    )
+    intents: tuple[str, ...] = key((), "list", "Intents it serves.")
+    checks: tuple[str, ...] = key(
+        (), "list", "Validators that judge its answers; empty = what fits the answer's form."
+    )
+    fallback: str = key(
+        "", "text", "Specialist that answers while this one's breaker is open; empty = the first."
+    )
     moe: MoeSettings = field(
         default=AUTOMATIC,
-        metadata={
-            "rule": SettingRule("Where a mixture-of-experts model keeps its experts.", "table")
-        },
+        metadata=inner_table("Where a mixture-of-experts model keeps its experts.", MoeSettings),
+    )
+    slo: SloSettings = field(default=_SLO, metadata=inner_table("What it promises.", SloSettings))
+    remote: RemoteSettings = field(
+        default=_REMOTE, metadata=inner_table("A server elsewhere that answers.", RemoteSettings)
     )
 
 
@@ -249,7 +276,8 @@ T = TypeVar("T")
 
 
 _SERVER, _ENGINE = ServerSettings(), EngineSettings()
-_ROUTING, _JOBS = RoutingSettings(), JobSettings()
+_ROUTING, _JOBS, _ENSEMBLE = RoutingSettings(), JobSettings(), EnsembleSettings()
+_RESPONSES = ResponseSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +287,12 @@ class Config:
     adapters: AdapterSettings = DEFAULTS
     routing: RoutingSettings = _ROUTING
     jobs: JobSettings = _JOBS
+    responses: ResponseSettings = _RESPONSES
     specialists: tuple[SpecialistSettings, ...] = (SpecialistSettings(),)
     validators: tuple[ValidatorSettings, ...] = ()
+    ensemble: EnsembleSettings = _ENSEMBLE
+    intents: tuple[IntentSettings, ...] = ()
+    tenants: tuple[TenantSettings, ...] = ()
 
 
 _SECTIONS: dict[str, type[Any]] = {
@@ -269,13 +301,17 @@ _SECTIONS: dict[str, type[Any]] = {
     "adapters": AdapterSettings,
     "routing": RoutingSettings,
     "jobs": JobSettings,
+    "responses": ResponseSettings,
     "specialists": SpecialistSettings,
     "validators": ValidatorSettings,
+    "ensemble": EnsembleSettings,
+    "intents": IntentSettings,
+    "tenants": TenantSettings,
 }
 # keys that were renamed since earlier versions
 _RENAMED: dict[type[Any], dict[str, str]] = {SpecialistSettings: {"experts": "moe"}}
 # sections that may appear several times
-_LISTS = ("specialists", "validators")
+_LISTS = ("specialists", "validators", "intents", "tenants")
 
 
 def load(path: Path | str | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -300,6 +336,39 @@ def load(path: Path | str | None = None, overrides: Mapping[str, Any] | None = N
     config = Config(**sections)
     _check_together(config)
     return config
+
+
+def file_faults(path: Path) -> list[ConfigError]:
+    """Every fault of the file by itself: not readable, unknown keys, wrong values."""
+    try:
+        tree = _read(path)
+    except ConfigError as error:
+        return [error]
+    faults: list[ConfigError] = []
+    for name, value in tree.items():
+        kind = _SECTIONS.get(name)
+        listed = name in _LISTS and isinstance(value, list)
+        for prefix, table in _numbered(name, value) if listed else [(name, value)]:
+            for item in table if isinstance(table, dict) and kind is not None else [""]:
+                try:
+                    if kind is None:
+                        refuse_unknown([name], _SECTIONS, "")
+                    elif name in _LISTS and not listed:
+                        _tables(kind, value, name)
+                    else:
+                        _section(kind, {item: table[item]} if item else table, prefix)
+                except ConfigError as error:
+                    faults.append(error)
+    if not faults:
+        try:
+            load(path)
+        except ConfigError as error:
+            faults.append(error)
+    return faults
+
+
+def _numbered(name: str, tables: list[Any]) -> list[tuple[str, Any]]:
+    return [(f"{name}.{index}", table) for index, table in enumerate(tables)]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -350,7 +419,8 @@ def _section(kind: type[T], table: Any, prefix: str) -> T:
 
 def _value(rule: SettingRule, value: Any, name: str) -> Any:
     if rule.kind == "table":
-        return _section(MoeSettings, value, name)
+        assert rule.table is not None
+        return _section(rule.table, value, name)
     return checked(rule, value, name)
 
 
@@ -377,10 +447,13 @@ def _check_together(config: Config) -> None:
             raise ConfigError(f"two specialists are named {name!r}", param="specialists")
     if "auto" in names:
         raise ConfigError("'auto' is the router's own name", param="specialists")
+    checks = {name for item in config.specialists for name in item.checks}
     for index, item in enumerate(config.validators):
-        if not (item.name and item.command and (item.experts or item.task_types)):
+        used = item.experts or item.task_types or item.name in checks
+        if not (item.name and item.command and used):
             raise ConfigError(
-                f"validators.{index} needs a name, a command, and experts or task_types",
+                f"validators.{index} needs a name, a command, and experts, task_types or a "
+                "specialist that checks with it",
                 param=f"validators.{index}",
             )
         for kind in item.task_types:
@@ -406,7 +479,12 @@ def reference() -> str:
     """docs/config.md: every key with its type, default and range."""
     lines = ["# Configuration", "", "`coterie serve --config coterie.toml`. Every key is optional."]
     lines.append("A key that is not listed here is an error. Sizes: `400KB`, `2GB`, `2GiB`.")
-    for section, kind in (_SECTIONS | {"specialists.moe": MoeSettings}).items():
+    inner = {
+        f"specialists.{name}": rule.table
+        for name, rule in _rules(SpecialistSettings).items()
+        if rule.table is not None
+    }
+    for section, kind in (_SECTIONS | inner).items():
         title = f"[[{section}]]" if section in _LISTS else f"[{section}]"
         lines += ["", f"## {title}", "", (kind.__doc__ or "").strip(), ""]
         lines += ["| Key | Type | Default | Range | Meaning |", "|---|---|---|---|---|"]

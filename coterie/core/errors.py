@@ -4,6 +4,7 @@
     +-- InvalidRequest            the caller's input; names the parameter
     |   +-- ContextLengthExceeded prompt (plus output) does not fit the context
     |   +-- UnsupportedFeature    valid for the vendor, not built here
+    |   +-- UnknownResponse       the response that is to be continued is not kept
     +-- RequestTooLarge           body over the limit
     +-- UnsupportedMediaType      a body that does not say it is JSON
     +-- MisdirectedRequest        sent to a host name that is not this server's
@@ -11,10 +12,11 @@
     +-- Forbidden                 a key without the right
     +-- NotFound                  no such model, job or route
     +-- Conflict                  the change was made already, or is being made
-    +-- Overloaded                the queue is full or a budget is used up; retry later
+    +-- Overloaded                no room now: queue, deadline or budget; retry later
+    |   +-- Saturated             no place can be promised soon
     +-- Unavailable               no healthy replica can serve this now
     +-- DeadlineExceeded          the request's own deadline passed
-    +-- WorkerCrashed             the request was running in repeated crashes
+    +-- WorkerCrashed             the request ran in repeated crashes, or as a remote server died
     +-- WeightsError              a model file is missing, broken or unknown
     +-- ConfigError               a setting is wrong; names the key
     +-- MissingDependency         an optional package is not installed
@@ -78,6 +80,10 @@ class UnsupportedFeature(InvalidRequest):
     code = "unsupported"
 
 
+class UnknownResponse(InvalidRequest):
+    code = "previous_response_not_found"
+
+
 class RequestTooLarge(CoterieError):
     code = "request_too_large"
 
@@ -106,8 +112,28 @@ class Conflict(CoterieError):
     code = "conflict"
 
 
+@dataclass(frozen=True, slots=True)
+class AdmissionOffer:
+    """A smaller request that would be admitted now. Only what differs is given."""
+
+    max_tokens: int | None = None
+    deadline_ms: int | None = None
+    # another specialist, for the request as it is
+    model: str | None = None
+
+
 class Overloaded(CoterieError):
+    """`offer`: what the caller could send instead; None if nothing would help."""
+
     code = "overloaded"
+    offer: AdmissionOffer | None = None
+
+
+class Saturated(Overloaded):
+    """More load than can be promised a place soon, then without a time to retry; or no specialist
+    may answer now."""
+
+    code = "saturated"
 
 
 class Unavailable(CoterieError):
@@ -142,6 +168,7 @@ _LEAVES = (
     InvalidRequest,
     ContextLengthExceeded,
     UnsupportedFeature,
+    UnknownResponse,
     RequestTooLarge,
     UnsupportedMediaType,
     MisdirectedRequest,
@@ -150,6 +177,7 @@ _LEAVES = (
     NotFound,
     Conflict,
     Overloaded,
+    Saturated,
     Unavailable,
     DeadlineExceeded,
     WorkerCrashed,

@@ -6,11 +6,18 @@ Every accepted request ends in exactly one `Finished` or `Failed`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from coterie.core.moe import USAGE_FIELDS, MoeUsage
 from coterie.core.plan import AdapterChoice
+from coterie.core.quick_init import quick_init
+from coterie.core.receipt import Receipt
+
+# In deltas of a remote server, whose token ids are not known here: a token; and the token at which
+# calls of tools begin. Thoughts are between marks.
+UNKNOWN_TOKEN, CALL_TOKEN = -1, -2
+THOUGHT_MARKS = ("<think>", "</think>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,7 @@ class TokenLogprob:
     rank: int = 0
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int
@@ -38,6 +46,7 @@ class Usage:
     stored_tokens: int = 0
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class Timings:
     """Seconds. `first_token_s` counts from arrival, `decode_s` from first to last token."""
@@ -52,8 +61,11 @@ class Timings:
     load_s: float = 0.0
     # part of queue_s: checking the response format; the gateway fills it in
     grammar_s: float = 0.0
+    # part of the others: without a worker after a crash, until its next event came
+    outage_s: float = 0.0
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class Started:
     """The first step that computes this request was scheduled."""
@@ -92,6 +104,7 @@ class Delta:
     stop_match: str | int | None = None
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class Finished:
     request_id: str
@@ -112,6 +125,8 @@ class Finished:
     metrics: InferenceMetrics | None = None
     # choices that ended before their grammar was complete
     unfinished: tuple[int, ...] = ()
+    # who answered and why; the gateway fills it in
+    receipt: Receipt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +141,7 @@ Event = Started | Delta | Finished | Failed
 
 
 DIGITS = 6
+ADAPTER_FIELDS = tuple(AdapterChoice.__dataclass_fields__)
 
 
 def speed(usage: Usage, timings: Timings, num_choices: int = 1) -> dict[str, float]:
@@ -169,17 +185,23 @@ def metadata(finished: Finished) -> dict[str, Any]:
 
 
 def facts_of(finished: Finished) -> dict[str, Any]:
-    """Where the time of a request went, and its MoE experts and adapters if it had any."""
+    """Where the time of a request went, its MoE experts and adapters if it had any, and its
+    receipt."""
     choices = len(finished.choices)
     facts: dict[str, Any] = {"timings": speed(finished.usage, finished.timings, choices)}
     if finished.moe is not None:
         facts["experts"] = moe_facts(finished.moe)
     if finished.adapters:
-        facts["adapters"] = [asdict(adapter) for adapter in finished.adapters]
+        facts["adapters"] = [
+            {name: getattr(adapter, name) for name in ADAPTER_FIELDS}
+            for adapter in finished.adapters
+        ]
         facts["adapter_bytes"] = finished.adapter_bytes
     if finished.unfinished:
         # choices that ended before their grammar was complete
         facts["unfinished"] = list(finished.unfinished)
+    if finished.receipt is not None:
+        facts["receipt"] = finished.receipt
     return facts
 
 
@@ -187,6 +209,7 @@ def _rate(count: int, seconds: float) -> float:
     return round(count / seconds, 3) if seconds > 0 and count > 0 else 0.0
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class ValidationResult:
     """The result for one answer. `validator` is its name: json, json_schema, python, a command ...
@@ -200,6 +223,7 @@ class ValidationResult:
     duration_ms: float = 0.0
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class InferenceMetrics:
     """All measurements of one request. Times are in milliseconds; `submitted_at` and other times of

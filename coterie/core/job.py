@@ -26,6 +26,8 @@ class JobSpec:
     explain: bool = False
     # the dialect's defaults for values that were not given
     vendor: Sampling = VENDOR_DEFAULTS
+    # the result holds every delta and the usage, for a dialect that splits the answer into parts
+    keeps_deltas: bool = False
 
 
 @dataclass(frozen=True, slots=True)

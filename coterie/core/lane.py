@@ -59,12 +59,14 @@ class LaneConfig:
             if getattr(self, key) < 1:
                 raise ConfigError(f"lane {self.name}: {key} must be at least 1", param=key)
 
-    def for_device(self, kind: str) -> LaneConfig:
+    def for_device(self, kind: str, copies_experts: bool = False) -> LaneConfig:
         """With the tokens of a step that suit this kind of device, unless they are given. A GPU
-        computes long prompts faster in large steps."""
+        computes long prompts faster in large steps. `copies_experts`: every step with a prompt
+        does, which takes longer than to compute it, so that fewer steps delay others less."""
         tokens, mixed = self.max_step_tokens, self.max_mixed_tokens
         if kind == "cuda":
-            tokens, mixed = tokens or GPU_STEP_TOKENS, mixed or GPU_MIXED_TOKENS
+            beside = 0 if copies_experts else GPU_MIXED_TOKENS
+            tokens, mixed = tokens or GPU_STEP_TOKENS, mixed or beside
         tokens = tokens or max(STEP_TOKENS, self.max_sequences)
         return replace(self, max_step_tokens=tokens, max_mixed_tokens=mixed)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from coterie.core.request import Limits, Prompt, ResponseFormat, Sampling
+from coterie.core.quick_init import quick_init
+from coterie.core.request import Chat, Limits, Prompt, ResponseFormat, Sampling, Text
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class AdapterChoice:
     """One adapter of a stack, identified by the digest of its bytes."""
@@ -30,6 +32,7 @@ def stack_key(adapters: Sequence[AdapterChoice]) -> str:
     return hasher.hexdigest()
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class TunedFields:
     """Values that the router sets in place of the caller's; None = the request's value stays."""
@@ -42,6 +45,18 @@ class TunedFields:
     answer_pattern: str = ""
 
 
+@quick_init
+@dataclass(frozen=True, slots=True)
+class AlternateSpecialist:
+    """Another specialist that could answer. `viable`: likely enough to answer in place of the
+    first choice."""
+
+    specialist: str
+    probability: float
+    viable: bool
+
+
+@quick_init
 @dataclass(frozen=True, slots=True)
 class RoutePlan:
     """The router's decision. `sampling` is resolved: see `Sampling`."""
@@ -57,8 +72,15 @@ class RoutePlan:
     trace: RouteTrace | None = None
     # the priority it runs at if the caller's key does not allow the requested one
     lowered_priority: int | None = None
+    # declared by the caller, or found by a rule or by the classifier; "" = not known
+    intent: str = ""
+    # most likely first; empty if the caller named a specialist
+    alternates: tuple[AlternateSpecialist, ...] = ()
+    # a specialist whose answer is only judged; "" = none
+    shadow: str = ""
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """What one replica has to run: tokens, not text.
@@ -82,7 +104,42 @@ class Assignment:
     emitted: tuple[tuple[int, ...], ...] = ()
     finished: tuple[int, ...] = ()
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
 
+    @property
+    def prompt_key(self) -> Hashable:
+        """Equal for equal prompts."""
+        return self.prompt_ids
+
+
+NO_PROMPT = Text("")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteAssignment(Assignment):
+    """What a remote server has to run: the prompt as the caller wrote it. Its tokens are not known
+    here, so `prompt_ids` is empty."""
+
+    prompt: Prompt = NO_PROMPT
+    estimated_tokens: int = 0
+    # False = max_tokens is an estimate, and the server decides
+    is_limited: bool = True
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.estimated_tokens
+
+    @property
+    def prompt_key(self) -> Hashable:
+        prompt = self.prompt
+        if isinstance(prompt, Chat):
+            return tuple((message.role, message.content) for message in prompt.messages)
+        return prompt
+
+
+@quick_init
 @dataclass(frozen=True, slots=True)
 class Admitted:
     replica: str
@@ -107,13 +164,17 @@ class LaneState:
     free_tokens: int
     total_tokens: int
     resident_adapters: tuple[str, ...]
-    prefix_digests: tuple[str, ...]
+    # short digests of cached prompt beginnings, see core.prefix; None = as in the report before
+    prefix_digests: frozenset[bytes] | None
     predicted_first_token_s: float
     preempting: bool
     # duration of recent steps; 0 = no step yet
     step_s: float = 0.0
+    # tokens of a KV block, for `prefix_digests`; 0 = nothing is cached here
+    block_size: int = 0
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One adapter that was considered, and the result."""
@@ -133,6 +194,26 @@ class Candidate:
     why: str
 
 
+@quick_init
+@dataclass(frozen=True, slots=True)
+class ClassifierInput:
+    """What the choice of a specialist depends on, apart from settings and the trained router.
+    Holds no text of the caller: numbers, and hashes of words. Made and read in
+    `routing/classify/`."""
+
+    # the intent that the caller declared; "" = none
+    declared: str
+    # structures found in the text: "diff", "log" ...; the most specific first
+    structures: tuple[str, ...]
+    # how `meaning`, `form` and `words` were made
+    features: str
+    # int16 [dim], uint8 [form], uint16 [words]; little-endian
+    meaning: bytes = b""
+    form: bytes = b""
+    words: bytes = b""
+
+
+@quick_init
 @dataclass(frozen=True, slots=True)
 class RouteTrace:
     """How one decision was made. Times are milliseconds, by stage."""
@@ -147,3 +228,7 @@ class RouteTrace:
     # what could not be done as requested: "dropped x: ..."; reported to the caller
     degraded: tuple[str, ...] = ()
     timings_ms: Mapping[str, float] = field(default_factory=dict)
+    # input of the choice of a specialist, and the version of the trained router that made it;
+    # None and "" if the choice was not made by content. The input is not shown to callers
+    classified: ClassifierInput | None = None
+    router_version: str = ""

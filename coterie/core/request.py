@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from coterie.core.quick_init import quick_init
+
 # this model name lets the router choose
 AUTO = "auto"
 DEFAULT_PRIORITY, MAX_PRIORITY = 5, 9
@@ -22,6 +24,7 @@ class ToolCall:
     arguments: str
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class Message:
     role: str
@@ -32,6 +35,20 @@ class Message:
     tool_call_id: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ToolRules:
+    """Which of a chat's tools may be called, and how."""
+
+    names: tuple[str, ...]
+    # the answer must be a call
+    required: bool = False
+    # it may be several calls
+    parallel: bool = True
+    # tools of which every keyword of the schema must be enforced
+    strict: tuple[str, ...] = ()
+
+
+@quick_init
 @dataclass(frozen=True, slots=True)
 class Chat:
     """Messages for the model's chat template."""
@@ -44,10 +61,14 @@ class Chat:
     closes_last: bool = False
     # functions the model may call: {"name", "description", "parameters"}
     tools: tuple[dict[str, Any], ...] = ()
+    # for a remote server; an engine here gets them as a grammar
+    tool_rules: ToolRules | None = None
     # a template of the caller instead of the model's
     template: str | None = None
     # put BOS and other special tokens before what the template wrote
     add_special_tokens: bool = False
+    # what a template here reads where the caller gave nothing; a remote server is not told
+    template_defaults: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +113,7 @@ class TokenRules:
     bad_words: tuple[str, ...] = ()
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are drawn. After routing (`RoutePlan.sampling`) temperature, top_p, n, num_beams
@@ -119,6 +141,7 @@ class Sampling:
     rules: TokenRules | None = None
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class TextRules:
     """How an answer's tokens become its text."""
@@ -139,6 +162,7 @@ class PromptTruncation:
     keeps_start: bool = False
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class Limits:
     """When a request stops, and how urgent it is."""
@@ -155,9 +179,13 @@ class Limits:
     context_size: int | None = None
     # most sequences of its tenant that run at once; 0 = no limit. Comes from the tenant's rights
     max_running: int = 0
+    # its tenant's share among tenants that wait; from its rights too
+    share: float = 1.0
     # it was refused before and comes back at the announced time: a full queue still has places for
     # it
     is_expected: bool = False
+    # most tokens of its prompt in one step; 0 = as many as fit. Others wait for the end of a step
+    step_tokens: int = 0
     text: TextRules = TextRules()
     # None = a prompt that is too long is refused
     truncation: PromptTruncation | None = None
@@ -171,6 +199,7 @@ class AdapterHint:
     weight: float = 1.0
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class RouteHints:
     """What the caller says about who should answer."""
@@ -188,6 +217,10 @@ class RouteHints:
     # the caller's instruction and the document, if the prompt holds both
     instruction: str = ""
     document: str = ""
+    # what the caller says that the request is for; a specialist that serves it answers
+    intent: str = ""
+    # specialists that its tenant may use; empty = all. Comes from the tenant's rights
+    allowed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +231,8 @@ class KeyRights:
     priority: int = DEFAULT_PRIORITY
     # most of its sequences that run at once; 0 = no limit
     max_running: int = 0
+    # its share of tokens among tenants that wait
+    share: float = 1.0
 
 
 # without keys everybody has the operator's rights
@@ -209,6 +244,7 @@ def own_tenant(tenant: str) -> str:
     return tenant.partition("+")[0]
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
     id: str

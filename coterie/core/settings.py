@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,13 +32,20 @@ class SettingRule:
     low: float | None = None
     high: float | None = None
     among: tuple[Any, ...] = ()
+    # the settings of a table
+    table: type[Any] | None = None
 
 
 def key(default: Any, kind: str, doc: str, **limits: Any) -> Any:
     return field(default=default, metadata={"rule": SettingRule(doc, kind, **limits)})
 
 
-def refuse_unknown(given: Mapping[str, Any], known: Iterable[str], prefix: str) -> None:
+def inner_table(doc: str, kind: type[Any]) -> dict[str, SettingRule]:
+    """The metadata of a field that is a table of its own."""
+    return {"rule": SettingRule(doc, "table", table=kind)}
+
+
+def refuse_unknown(given: Iterable[str], known: Iterable[str], prefix: str) -> None:
     known = list(known)
     for key in given:
         if key in known:
@@ -183,6 +190,23 @@ class JobSettings:
     )
     max_records: int = key(
         100_000, "integer", "Requests kept in the log of inferences; the oldest go first.", low=0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseSettings:
+    """Responses of `/v1/responses` that are kept, so that a later request can continue or read
+    them."""
+
+    keep_s: float = key(
+        30 * 86400.0, "number", "Seconds a response is kept after its last use.", low=60, high=1e9
+    )
+    max_bytes: int = key(
+        10**9,
+        "bytes",
+        "Size of all of them; above it the oldest of the tenant with the most go first. 0 keeps "
+        "none.",
+        low=0,
     )
 
 

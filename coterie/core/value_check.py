@@ -47,7 +47,7 @@ def check_of(kind: Any) -> ValueCheck:
         return _either([check_of(one) for one in arguments])
     if origin is tuple and arguments[-1:] != (...,):
         return ValueCheck(frozenset(), _fixed_tuple([check_of(one) for one in arguments]))
-    if origin in (tuple, list):
+    if origin in (tuple, list, frozenset):
         return ValueCheck(frozenset(), _collection(origin, check_of(arguments[0])))
     if origin is dict:
         return ValueCheck(frozenset(), _mapping(check_of(arguments[0]), check_of(arguments[1])))

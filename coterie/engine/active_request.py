@@ -16,11 +16,11 @@ from coterie.core.events import Delta, Finished, Started, Timings, TokenLogprob,
 from coterie.core.lane import LaneConfig
 from coterie.core.moe import MoeUsage
 from coterie.core.plan import Assignment, Rejected
+from coterie.core.prefix import root_digest
 from coterie.core.request import Sampling, own_tenant
 from coterie.core.sampling import check_sampling
 from coterie.engine.adapter_holds import AdapterPoolView, error_for_client
 from coterie.engine.beam import num_continuations
-from coterie.engine.blocks import root_digest
 from coterie.engine.detokenize import Detokenizer, StopMatch, TokenPieces, pieces_of
 from coterie.engine.draw import BadWords, make_draw
 from coterie.engine.grammar import Constraint, GrammarCache, GrammarTask
@@ -350,7 +350,7 @@ def _open_beams(request: ActiveRequest, entry: RequestSetup) -> None:
 def _sequence(
     request: ActiveRequest, entry: RequestSetup, choice: int, restart: bool = False
 ) -> Sequence:
-    assignment = request.assignment
+    assignment, limits = request.assignment, request.assignment.limits
     prompt = [*entry.front.tokens, *assignment.prompt_ids]
     emitted = () if restart else request.emitted(choice)
     constraint = request.constraints.get(choice)
@@ -363,9 +363,11 @@ def _sequence(
         max_total=len(prompt) + request.max_output,
         front=entry.front,
         root=root_digest(entry.config.name, assignment.adapters, assignment.tenant),
-        rank=(-assignment.limits.priority, assignment.arrived_at, entry.order, choice),
+        rank=(-limits.priority, assignment.arrived_at, entry.order, choice),
         draw=make_draw(assignment, choice, emitted, stop_ids, constraint, request.bad_words),
-        share=TenantShare(own_tenant(assignment.tenant), assignment.limits.max_running),
+        share=TenantShare(
+            own_tenant(assignment.tenant), limits.max_running, limits.share, limits.step_tokens
+        ),
     )
 
 
@@ -427,6 +429,8 @@ def _limits_problem(assignment: Assignment) -> str | None:
     limits = assignment.limits
     if limits.max_tokens is not None and limits.max_tokens < 1:
         return "max_tokens must be at least 1"
+    if limits.step_tokens < 0:
+        return f"step_tokens is {limits.step_tokens}; it must be at least 0"
     if limits.min_tokens < 0:
         return "min_tokens must not be negative"
     if len(assignment.emitted) > (assignment.sampling.n or 1):

@@ -7,19 +7,16 @@ before and in them. `KVSpace` joins the three; the scheduler uses only `KVSpace`
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
-from functools import lru_cache
-from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.core.lane import LaneConfig
 from coterie.core.lru import LruCache
-from coterie.core.plan import AdapterChoice
+from coterie.core.prefix import MAX_PUBLISHED, SHORT_BYTES, extend_chain, is_published
 from coterie.engine.sequence import Sequence
 
 
@@ -105,34 +102,6 @@ class BlockTables:
         self._free.append(row)
 
 
-DIGEST_BYTES = 16
-
-
-@lru_cache(maxsize=1024)
-def root_digest(lane: str, adapters: tuple[AdapterChoice, ...], tenant: str) -> bytes:
-    """The start of a hash chain. Every part has its length before it, so different inputs cannot
-    give the same bytes."""
-    hasher = blake2b(digest_size=DIGEST_BYTES, person=b"coterie-kv")
-    parts = [lane, tenant]
-    for adapter in adapters:
-        parts += [adapter.digest, float(adapter.weight).hex()]
-    for part in parts:
-        data = part.encode("utf-8", "surrogatepass")
-        hasher.update(len(data).to_bytes(8, "little") + data)
-    return hasher.digest()
-
-
-def extend_chain(
-    chain: list[bytes], root: bytes, tokens: Seq[int], block_size: int, num_blocks: int
-) -> None:
-    """Append the missing digests of the full blocks, up to `num_blocks`."""
-    parent = chain[-1] if chain else root
-    for index in range(len(chain), num_blocks):
-        data = array("q", tokens[index * block_size : (index + 1) * block_size]).tobytes()
-        parent = blake2b(parent + data, digest_size=DIGEST_BYTES).digest()
-        chain.append(parent)
-
-
 class PrefixCache:
     """Allocates blocks of `pool`, and evicts cached blocks if none is free.
 
@@ -152,8 +121,10 @@ class PrefixCache:
         # session -> its blocks, least recently finished first
         self._sessions: LruCache[Hashable, tuple[int, ...]] = LruCache(max_sessions)
         self._pins: dict[int, int] = {}
-        # hex digests of the last blocks of the sessions, newest last; rebuilt when they change
-        self._ends: tuple[str, ...] = ()
+        # short digests of cached blocks at the depths that are published, least recently used first
+        self._published: OrderedDict[bytes, None] = OrderedDict()
+        # the same as a value; None = not up to date
+        self._digests: frozenset[bytes] | None = frozenset()
 
     @property
     def num_available(self) -> int:
@@ -165,8 +136,12 @@ class PrefixCache:
         return len(self._digest_of)
 
     @property
-    def session_ends(self) -> tuple[str, ...]:
-        return self._ends
+    def digests(self) -> frozenset[bytes]:
+        """Short digests of cached prefixes, at some depths: with them others can estimate what a
+        prompt would find here. The same object until it changes."""
+        if self._digests is None:
+            self._digests = frozenset(self._published)
+        return self._digests
 
     def match(self, chain: Seq[bytes]) -> list[int]:
         """The blocks of the longest cached prefix of `chain`."""
@@ -219,12 +194,23 @@ class PrefixCache:
             # nothing is cached: what nobody owns is free
             self._pool.release_all(blocks)
 
-    def insert(self, block: int, digest: bytes) -> None:
-        """Let `block` (owned, full, computed) be found by `digest`. If another block with the
-        digest is already cached, that one stays."""
+    def insert(self, block: int, digest: bytes, depth: int) -> None:
+        """Let `block` (owned, full, computed; the `depth`-th of its chain) be found by `digest`.
+        If another block with the digest is already cached, that one stays."""
         if self._enabled and digest not in self._block_of:
             self._block_of[digest] = block
             self._digest_of[block] = digest
+            if is_published(depth):
+                self._published[digest[:SHORT_BYTES]] = None
+                if len(self._published) > MAX_PUBLISHED:
+                    self._published.popitem(last=False)
+                self._digests = None
+
+    def used(self, digest: bytes) -> None:
+        """Note that a prefix with this digest was reused."""
+        short = digest[:SHORT_BYTES]
+        if short in self._published:
+            self._published.move_to_end(short)
 
     def keep(self, session: Hashable, chain: Seq[bytes]) -> None:
         """Make the cached blocks of `chain` the session's entry, instead of its previous one."""
@@ -239,7 +225,6 @@ class PrefixCache:
         self._unpin(self._sessions.pop(session) or ())
         for oldest in self._sessions.put(session, blocks):
             self._unpin(oldest)
-        self._list_ends()
 
     def check(self, tables: Seq[list[int]]) -> None:
         """Raises AssertionError if the counts are inconsistent."""
@@ -259,11 +244,13 @@ class PrefixCache:
         """Evict one block without owner; blocks of sessions only if there are no others."""
         while not self._idle and self._kept:
             self._unpin(self._sessions.pop_oldest())
-            self._list_ends()
         if not self._idle:
             return False
         block, _ = self._idle.popitem(last=False)
-        del self._block_of[self._digest_of.pop(block)]
+        digest = self._digest_of.pop(block)
+        del self._block_of[digest]
+        if self._published.pop(digest[:SHORT_BYTES], False) is None:
+            self._digests = None
         self._pool.free(block)
         return True
 
@@ -277,9 +264,6 @@ class PrefixCache:
                     self._kept.discard(block)
                     self._idle[block] = None
                     self._idle.move_to_end(block, last=False)
-
-    def _list_ends(self) -> None:
-        self._ends = tuple(self._digest_of[blocks[-1]].hex() for blocks in self._sessions.values())
 
 
 class KVSpace:
@@ -315,8 +299,9 @@ class KVSpace:
         if missing + self.cache.num_unowned(reused) + spare_blocks > self.cache.num_available:
             return False
         sequence.row = self.tables.acquire()
-        for block in reused:
+        for block, digest in zip(reused, sequence.chain, strict=False):
             self.cache.share(block)
+            self.cache.used(digest)
         self._append(sequence, reused + self.cache.take_all(missing))
         sequence.num_computed = len(reused) * self.block_size
         if self._reads_cache(sequence) and not sequence.num_preemptions:
@@ -378,7 +363,7 @@ class KVSpace:
         if after > before and self._prefix_cache:
             self._hash(sequence, after)
             for index in range(before, after):
-                self.cache.insert(sequence.blocks[index], sequence.chain[index])
+                self.cache.insert(sequence.blocks[index], sequence.chain[index], index + 1)
 
     def keep(self, session: Hashable, sequence: Sequence) -> None:
         """The sequence ended normally: its blocks become those of its session."""

@@ -287,7 +287,8 @@ class Engine:
             self._account(flight, result, (started, ran), num_ended)
         if self._experts is not None:
             # a step in flight reads the experts where they are
-            moved = self._experts.after_step(plan, result, update=self._flight is None)
+            still = self._flight is None or self._experts.move_beside_steps
+            moved = self._experts.after_step(plan, result, update=still)
             if moved is not None:
                 self._tracker.charge_moe_updates(plan, moved)
 
@@ -326,10 +327,11 @@ class Engine:
                 free_tokens=lane.scheduler.space.cache.num_available * lane.config.block_size,
                 total_tokens=lane.config.num_blocks * lane.config.block_size,
                 resident_adapters=resident,
-                prefix_digests=lane.scheduler.space.cache.session_ends,
+                prefix_digests=lane.scheduler.space.cache.digests,
                 predicted_first_token_s=lane.first_token_s(),
                 preempting=any(s.num_preemptions for s in lane.scheduler.waiting),
                 step_s=lane.throughput.step_s,
+                block_size=lane.config.block_size,
             )
             for lane in self._lanes
         )
@@ -418,7 +420,11 @@ class MoeMaintenance:
     def are_settled(self) -> bool:
         """Whether all experts are where they are used, so that updates have nothing to move."""
         runtime = self._runtime
-        return runtime.resident("decode") is not None or runtime.resident_pool() is not None
+        return runtime.resident("decode") is not None or runtime.device_pool() is not None
+
+    @property
+    def move_beside_steps(self) -> bool:
+        return self._runtime.moves_beside_steps
 
     def after_step(self, plan: StepPlan, result: StepResult, update: bool) -> MoeUsage | None:
         """Count the step and, with `update`, move experts. Returns the cost for the requests that
@@ -476,6 +482,7 @@ def report_stats(report: Mapping[str, Any]) -> dict[str, float]:
         "moe_saved_bytes": report["memory_saved_bytes"],
         "moe_shortages": report["shortages"],
         "moe_fallbacks": int(report["fallback"] != ""),
+        "moe_cpu_silent": report["cpu_share"].get("failures", 0),
     }
 
 

@@ -4,7 +4,8 @@ A step serves the running sequences in rank order (priority, then arrival). A se
 block takes it from the worst-ranked one, so the best-ranked always makes progress. Sequences that
 wait for adapters are skipped. A party (the urgent requests of a tenant, or its other requests) with
 nothing running goes before parties that already run, so that no tenant and no priority can block
-another one. Uses blocks only through `KVSpace` and adapter stacks only through `AdapterHolds`.
+another one. At equal priority, the tenant that got the fewest tokens is next. Uses blocks only
+through `KVSpace` and adapter stacks only through `AdapterHolds`.
 
 While only decoding remains, the step after a launched one is certain before its tokens are known:
 `schedule_ahead` plans it. A sequence whose end is found then still has a row in that step; nothing
@@ -23,6 +24,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.core.fair_share import VirtualTokenCounters
 from coterie.core.lane import LaneConfig, queue_capacity
 from coterie.core.plan import Assignment
 from coterie.core.request import own_tenant
@@ -61,6 +63,9 @@ class Scheduler:
         # per party: how many sequences run, and how many wait
         self._num_running: Counter[Party] = Counter()
         self._num_waiting: Counter[Party] = Counter()
+        # tokens that each tenant got, and how many output tokens of a sequence are in it
+        self._tokens = VirtualTokenCounters()
+        self._charged: dict[Sequence, int] = {}
         # sequences that started to run; the caller empties the list
         self.started: list[Sequence] = []
         # sequences whose adapters cannot be loaded; the caller ends them and empties the list
@@ -103,6 +108,8 @@ class Scheduler:
         sequence.status = SequenceStatus.WAITING
         self._tried_waiting = False
         self.num_waiting_tokens += sequence.num_prompt
+        if sequence.share.tenant not in self._tokens:
+            self._tokens.enter(sequence.share.tenant)
         self._num_waiting[sequence.party] += 1
         insort(self.waiting, sequence, key=rank_of)
         if sequence.adapter_key and self.holds is not None:
@@ -125,6 +132,11 @@ class Scheduler:
         elif sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             _less(self._num_running, sequence.party)
+        self._charge_output(sequence)
+        self._charged.pop(sequence, None)
+        tenant = sequence.share.tenant
+        if tenant in self._tokens and not self._is_here(tenant):
+            self._tokens.leave(tenant)
         if session is not None:
             self.space.keep(session, sequence)
         self.space.release(sequence)
@@ -244,7 +256,7 @@ class Scheduler:
             if count > 1:
                 party = sequence.party
                 others = sum(tokens for other, tokens in kept.items() if other != party)
-                count = min(count, budget - others)
+                count = min(count, budget - others, sequence.share.step_tokens or count)
                 if sequence.draw.prompt_logprobs is not None:
                     count = min(count, MAX_SCORED_ROWS, MAX_STEP_SCORED_ROWS - num_scored)
                     num_scored += count
@@ -400,6 +412,7 @@ class Scheduler:
         assert self.num_waiting_tokens == sum(s.num_prompt for s in self.waiting)
         assert self._num_waiting == Counter(s.party for s in self.waiting)
         assert self._num_running == Counter(s.party for s in self.running)
+        assert self._charged.keys() <= {*self.running, *self.waiting}
         self.space.check(self.running + self.waiting)
         if self.holds is not None:
             self.holds.check(self.running, self.waiting)
@@ -408,13 +421,43 @@ class Scheduler:
         self._count_running()
         if len(self._num_waiting | self._num_running) > 1 and not self._admit_absent():
             return
-        position = 0
-        while position < len(self.waiting):
-            head = self.waiting[position]
+        barred: set[Sequence] = set()
+        while (head := self._next_waiting(barred)) is not None:
             if self._is_barred(head):
-                position += 1
+                barred.add(head)
             elif not (self._has_budget(head) and (self._enter(head) or self._yield_to(head))):
                 return
+
+    def _next_waiting(self, barred: set[Sequence]) -> Sequence | None:
+        """Of the highest priority that waits, the tenant that got the fewest tokens; of its
+        sequences, the best rank."""
+        best: Sequence | None = None
+        tenants = {tenant for tenant, _ in self._num_waiting}
+        if len(tenants) > 1:
+            for sequence in self.running:
+                self._charge_output(sequence)
+        for sequence in self.waiting:
+            if best is not None and sequence.priority < best.priority:
+                break
+            if sequence in barred or sequence.share.tenant not in tenants:
+                continue
+            # sequences of a tenant come in the order of their rank
+            tenants.discard(sequence.share.tenant)
+            if best is None or self._got(sequence) < self._got(best):
+                best = sequence
+            if not tenants:
+                break
+        return best
+
+    def _got(self, sequence: Sequence) -> float:
+        return self._tokens.of(sequence.share.tenant)
+
+    def _charge_output(self, sequence: Sequence) -> None:
+        """Count its output tokens for its tenant, those that are not counted yet."""
+        new = sequence.num_output - self._charged.get(sequence, 0)
+        if new > 0 and sequence.share.tenant in self._tokens:
+            self._charged[sequence] = sequence.num_output
+            self._tokens.charge(sequence.share.tenant, new, sequence.share.weight)
 
     def _admit_absent(self) -> bool:
         """Admit one sequence of each party with nothing running. False if one of them does not fit:
@@ -433,13 +476,15 @@ class Scheduler:
         return not any(s.num_pending or s in self.held for s in self.running)
 
     def _absent(self) -> list[Sequence]:
-        """The first waiting sequence of every party with nothing running, best rank first."""
+        """The first waiting sequence of every party with nothing running: the highest priority
+        first, then the tenant that got the fewest tokens."""
         parties = {party for party in self._num_waiting if not self._num_running[party]}
         first_waiting: list[Sequence] = []
         for sequence in self.waiting if parties else ():
             if sequence.party in parties and sequence not in self.held:
                 parties.remove(sequence.party)
                 first_waiting.append(sequence)
+        first_waiting.sort(key=lambda item: (-item.priority, self._got(item), item.rank))
         return first_waiting
 
     def _count_running(self) -> None:
@@ -502,6 +547,8 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         if not sequence.num_preemptions:
             sequence.num_cached = sequence.num_computed
+            prompt = sequence.num_prompt - sequence.num_computed
+            self._tokens.charge(sequence.share.tenant, prompt, sequence.share.weight)
             self.started.append(sequence)
         self._num_running[sequence.party] += 1
         insort(self.running, sequence, key=rank_of)

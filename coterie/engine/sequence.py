@@ -41,10 +41,15 @@ BASE = SequenceAdapters()
 
 
 class TenantShare(NamedTuple):
-    """The tenant, and how many of its sequences may run at once; 0 = no limit of its own."""
+    """The tenant, and how much of the engine a sequence may take."""
 
     tenant: str = ""
+    # sequences of the tenant that may run at once; 0 = no limit of its own
     max_running: int = 0
+    # a tenant with twice the weight gets twice the tokens while both wait
+    weight: float = 1.0
+    # most tokens of a prompt in one step; 0 = as many as fit
+    step_tokens: int = 0
 
 
 NOBODY = TenantShare()

@@ -51,13 +51,20 @@ class MetricRegistry:
         self._histograms: dict[str, dict[tuple[str, ...], Histogram]] = {}
 
     def value(self, name: str, *labels: str) -> MetricValue:
-        self._check(name, labels, histogram=False)
-        return self._values.setdefault(name, {}).setdefault(labels, MetricValue())
+        series = self._values.get(name)
+        found = None if series is None else series.get(labels)
+        if found is None:
+            self._check(name, labels, histogram=False)
+            found = self._values.setdefault(name, {})[labels] = MetricValue()
+        return found
 
     def histogram(self, name: str, *labels: str) -> Histogram:
-        metric = self._check(name, labels, histogram=True)
-        series = self._histograms.setdefault(name, {})
-        return series.setdefault(labels, Histogram(metric.buckets))
+        series = self._histograms.get(name)
+        found = None if series is None else series.get(labels)
+        if found is None:
+            metric = self._check(name, labels, histogram=True)
+            found = self._histograms.setdefault(name, {})[labels] = Histogram(metric.buckets)
+        return found
 
     def engine_stats(self, replica: str, stats: Mapping[str, float]) -> None:
         for name, amount in stats.items():

@@ -285,6 +285,56 @@ PIPELINE_METRICS = (
         "Times the gateway's event loop did nothing else for over a second.", (),
     ),
     Metric("coterie_records_dropped", "counter", "Rows of the log that were lost.", ()),
+    Metric(
+        "coterie_responses_dropped", "counter", "Responses that were answered but not kept.", ()
+    ),
+)  # fmt: skip
+
+
+ENSEMBLE_METRICS = (
+    Metric(
+        "coterie_slo_seconds", "gauge",
+        "Quantiles of the last 24 hours: `ttft`, `itl` (p50, p95, p99), and `admission` to first "
+        "token (p95).",
+        ("model_name", "kind", "quantile"),
+    ),
+    Metric(
+        "coterie_slo_kept", "gauge",
+        "1 while the promise is kept: `ttft_p95_s`, `itl_p95_s`, `correctness`; absent without one "
+        "or if too little is known.",
+        ("model_name", "promise"),
+    ),
+    Metric(
+        "coterie_correctness", "gauge",
+        "Share of valid answers in the window: `rate`, its 95% interval `low` and `high`, and the "
+        "promised `floor`. Absent while too few were judged.",
+        ("model_name", "bound"),
+    ),
+    Metric("coterie_correctness_judged", "gauge", "Answers judged in the window.", _MODEL),
+    Metric(
+        "coterie_breaker_state", "gauge", "1 for the state: closed, shadow_only or ejected.",
+        ("model_name", "state"),
+    ),
+    Metric(
+        "coterie_spike_level", "gauge",
+        "0 normal, 1 fewer shadows, 2 unsure requests spilled, 3 a priority floor.", _MODEL,
+    ),
+    Metric(
+        "coterie_preempted_share", "gauge",
+        "Share of finished requests that lost their KV at least once, in the window.", _MODEL,
+    ),
+    Metric(
+        "coterie_shadows", "counter",
+        "Shadows by result: `agreed`, `disagreed`, `judged` (the primary was not), `unjudged`, "
+        "`preempted` by primaries, `dropped` because none could start in time, `failed`.",
+        ("model_name", "result"),
+    ),
+    Metric(
+        "coterie_control_changes", "counter",
+        "Changes of the ensemble's state by kind, by itself or by an operator; the audit log has "
+        "each.",
+        ("kind",),
+    ),
 )  # fmt: skip
 
 
@@ -319,7 +369,9 @@ RECOVERY_SERIES: dict[str, tuple[str, ...]] = {
     "requests_alone": ("coterie_recoveries", "request_alone"),
     "deadlines_missed": ("coterie_recoveries", "deadline_missed"),
     "values_refused": ("coterie_recoveries", "value_refused"),
+    "requests_resent": ("coterie_recoveries", "request_resent"),
     "moe_updates_failed": ("coterie_recoveries", "experts_stayed"),
+    "moe_cpu_silent": ("coterie_recoveries", "cpu_silent"),
 }
 ENGINE_SERIES = MOE_SERIES | ADAPTER_SERIES | RECOVERY_SERIES | GRAPH_SERIES
 
@@ -399,20 +451,52 @@ METRICS = (
         ("model_name", "code"),
     ),
     Metric(
+        "coterie_admissions", "counter",
+        "Requests that were sent to a worker: `admitted` at once, `queued`, `preempted_other` of a "
+        "lower priority, or `rerouted` from another specialist.",
+        ("model_name", "outcome"),
+    ),
+    Metric(
+        "coterie_deadlines", "counter",
+        "Requests that admission expected to end before their deadline: `met` or `missed`.",
+        ("model_name", "outcome"),
+    ),
+    Metric(
+        "coterie_retries", "counter",
+        "Requests that came back when they were told to: `admitted` or `refused` again.",
+        ("model_name", "outcome"),
+    ),
+    Metric(
         "coterie_failures", "counter", "Accepted requests that ended in Failed, by code.",
         ("model_name", "code"),
     ),
-    Metric("coterie_worker_restarts", "counter", "Worker processes started again.", ("replica",)),
+    Metric(
+        "coterie_config_reloads", "counter",
+        "Reloads of the settings: `done`, or `refused` because a file is wrong or changes what "
+        "needs a restart.",
+        ("result",),
+    ),
+    Metric(
+        "coterie_worker_restarts", "counter",
+        "Worker processes started again; remote servers that came back.", ("replica",),
+    ),
     Metric(
         "coterie_recoveries", "counter",
         "Faults that nobody noticed: `failed_start` of a worker, `worker_silent` for a "
         "while, `socket_folder_lost` and made again, `request_continued` behind a crash, "
         "`request_alone` because two crashes met it, `deadline_missed` by a worker, "
         "`value_refused` on the way between processes (its request failed), `replanned` onto "
-        "another replica, `format_left_out`, `expert_left_out` because its "
-        "files are damaged, `job_taken_up` after a crash, `experts_stayed` where "
-        "a move of experts failed.",
+        "another replica, `rerouted` to an alternate specialist, `format_left_out`, "
+        "`expert_left_out` because its files are damaged, `request_resent` because a remote "
+        "server had closed an idle connection, `stood_in` for a remote server that failed before "
+        "its first token, `job_taken_up` and `receipt` read back after a crash, "
+        "`experts_stayed` where a move of experts failed, `cpu_silent` where the CPU's part of a "
+        "step's experts did not come in time (its requests failed).",
         ("where", "kind"),
+    ),
+    Metric(
+        "coterie_remote_cost", "counter",
+        "Cost of the answers of a remote specialist, in the unit of its prices.", _MODEL,
     ),
     Metric("coterie_worker_up", "gauge", "1 while the replica can take requests.", ("replica",)),
     Metric(
@@ -426,7 +510,12 @@ METRICS = (
         "Device memory of captured graphs: measured (`used`), and what they may take.",
         ("replica", "kind"),
     ),
+    Metric(
+        "coterie_admission_to_first_token_seconds", "histogram",
+        "Acceptance of a request to its first token.", _MODEL, FIRST_TOKEN_BUCKETS_S,
+    ),
     *PIPELINE_METRICS,
+    *ENSEMBLE_METRICS,
     *MOE_METRICS,
     *ADAPTER_METRICS,
     Metric(

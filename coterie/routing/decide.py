@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from coterie.core.adapters import MAX_STACK, AdapterCard, AdapterProfile
 from coterie.core.plan import Candidate
+from coterie.core.quick_init import quick_init
 from coterie.core.settings import RoutingSettings
 from coterie.routing.features.features import PromptFeatures
 from coterie.routing.features.instruction import split_material
@@ -38,8 +39,11 @@ CLOSE_ODDS = 0.5
 MIN_PROBABILITY_TOGETHER = 0.9
 BELOW = "below threshold"
 CHOSEN = "chosen"
+EXCLUDED, NO_HINT, OTHER_LANGUAGE = "excluded", "its router_hint does not hold", "serves "
+OTHER_BASE, NOT_HERE = "made for another base model", "not for this specialist"
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class ChoiceLimits:
     """What the settings and the caller allow."""
@@ -60,6 +64,22 @@ class InstalledAdapters:
     current: Mapping[str, AdapterProfile]
     find: Lookup
     fits: Callable[[AdapterCard], Sequence[str]]
+    # what is said of an adapter that fits none
+    unfit: str = OTHER_BASE
+
+
+@dataclass(slots=True)
+class ScoredAdapter:
+    """A matched adapter with its scores, before the decision."""
+
+    profile: AdapterProfile
+    similarity: float
+    success: float
+    memory: float
+    score: float
+    probability: float
+    # why it cannot be chosen for this request, one of the texts of `_exclusion_reason`; "" = it may
+    excluded: str = ""
 
 
 @dataclass(slots=True)
@@ -76,6 +96,7 @@ class _ScoredCandidate:
     chosen: bool = False
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class AdapterDecision:
     """`chosen` is in order of composition; `primary` is the adapter that the prompt is for."""
@@ -96,27 +117,43 @@ def decide(
     installed: InstalledAdapters,
     scorer: AdapterScorer,
 ) -> AdapterDecision:
-    candidates: list[_ScoredCandidate] = []
-    likely: list[_ScoredCandidate] = []
-    best = 0.0
+    items: list[ScoredAdapter] = []
     for match in matches:
         # a matcher may be older than the catalog: the current version counts
         profile = installed.current.get(match.profile.card.name)
         if profile is None:
             continue
+        scores = scorer.scores(profile, match.similarity)
+        reason = _exclusion_reason(profile, features, limits, installed)
+        items.append(ScoredAdapter(profile, match.similarity, *scores, match.probability, reason))
+    return choose(items, limits, installed, scorer)
+
+
+def choose(
+    items: Sequence[ScoredAdapter],
+    limits: ChoiceLimits,
+    installed: InstalledAdapters,
+    scorer: AdapterScorer,
+) -> AdapterDecision:
+    """The decision, from adapters with their scores; a logged one can be made again from them."""
+    candidates: list[_ScoredCandidate] = []
+    likely: list[_ScoredCandidate] = []
+    best = 0.0
+    for scored in items:
         item = _ScoredCandidate(
-            profile,
-            match.similarity,
-            *scorer.scores(profile, match.similarity),
-            match.probability,
+            scored.profile,
+            scored.similarity,
+            scored.success,
+            scored.memory,
+            scored.score,
+            scored.probability,
         )
         candidates.append(item)
-        reason = _exclusion_reason(profile, features, limits, installed)
-        if reason:
-            item.why = reason
+        if scored.excluded:
+            item.why = scored.excluded
             continue
-        best = max(best, match.probability)
-        if match.probability >= limits.threshold:
+        best = max(best, scored.probability)
+        if scored.probability >= limits.threshold:
             likely.append(item)
     stack = _StackBuilder(limits, installed, candidates, scorer)
     close = CLOSE_ODDS * _odds(max((item.probability for item in likely), default=0.0))
@@ -132,6 +169,14 @@ def decide(
     )
 
 
+def exclusion_in(why: str) -> str:
+    """`why` if a candidate with this reason was excluded before the decision, else ""."""
+    is_exclusion = why in (EXCLUDED, OTHER_BASE, NOT_HERE, NO_HINT) or why.startswith(
+        OTHER_LANGUAGE
+    )
+    return why if is_exclusion else ""
+
+
 def _exclusion_reason(
     profile: AdapterProfile,
     features: PromptFeatures,
@@ -139,16 +184,15 @@ def _exclusion_reason(
     installed: InstalledAdapters,
 ) -> str:
     if limits.exclude and any(means(name, profile) for name in limits.exclude):
-        return "excluded"
-    if not installed.fits(profile.card):
-        return "made for another base model"
+        return EXCLUDED
     served = languages_of(profile)
     if features.language not in (UNKNOWN, *served):
-        return f"serves {', '.join(served)}, the prompt is in {features.language}"
+        return f"{OTHER_LANGUAGE}{', '.join(served)}, the prompt is in {features.language}"
     rule = compiled(profile.router_hint) if profile.router_hint else None
     if rule is not None and not rule(features):
-        return "its router_hint does not hold"
-    return ""
+        return NO_HINT
+    # last: it depends on the specialist, the others on the prompt alone
+    return "" if installed.fits(profile.card) else installed.unfit
 
 
 def _why_not_together(item: _ScoredCandidate, first: _ScoredCandidate) -> str:
@@ -224,7 +268,7 @@ class _StackBuilder:
             return f"{short.card.name} takes at most {short.max_chain} together", None
         if self.specialist is not None:
             able = all(self.specialist in self.installed.fits(profile.card) for profile in whole)
-            return ("" if able else "made for another base model"), self.specialist
+            return ("" if able else "made for another base model than the first"), self.specialist
         for name in self.installed.fits(whole[0].card):
             if all(name in self.installed.fits(profile.card) for profile in whole):
                 return "", name
@@ -316,13 +360,41 @@ class AdapterScorer:
         valid, num_judged = self._outcomes.rate(card.digest)
         success = smoothed(valid, num_judged, prior)
         memory = free_share(card.nbytes, self._budget)
-        score = (
-            settings.similarity_weight * similarity
-            + settings.success_weight * success
-            + settings.memory_weight * memory
-            + PRIORITY_SPAN * (profile.priority - 0.5)
-        )
-        return success, memory, score
+        return success, memory, score_of(profile, similarity, success, memory, settings)
+
+
+def score_of(
+    profile: AdapterProfile,
+    similarity: float,
+    success: float,
+    memory: float,
+    settings: RoutingSettings,
+) -> float:
+    return (
+        settings.similarity_weight * similarity
+        + settings.success_weight * success
+        + settings.memory_weight * memory
+        + PRIORITY_SPAN * (profile.priority - 0.5)
+    )
+
+
+class StoredScorer(AdapterScorer):
+    """Gives the figures that adapters had when a decision was made. `stored`: success and memory by
+    name@version; another adapter has those of today."""
+
+    def __init__(
+        self,
+        settings: RoutingSettings,
+        stored: Mapping[str, tuple[float, float]],
+        today: AdapterScorer,
+    ) -> None:
+        self._settings, self._stored, self._today = settings, stored, today
+
+    def scores(self, profile: AdapterProfile, similarity: float) -> tuple[float, float, float]:
+        found = self._stored.get(full_name(profile))
+        if found is None:
+            return self._today.scores(profile, similarity)
+        return *found, score_of(profile, similarity, *found, self._settings)
 
 
 def smoothed(valid: int, judged: int, prior: float) -> float:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coterie.core.adapters import DEFAULTS, MAX_STACK, MAX_WEIGHT, AdapterCard, AdapterProfile
-from coterie.core.errors import InvalidRequest, NotFound
+from coterie.core.errors import Forbidden, InvalidRequest, NotFound
 from coterie.core.plan import AdapterChoice
+from coterie.core.quick_init import quick_init
 from coterie.core.request import AUTO, AdapterHint, RouteHints
 from coterie.routing.protocols import AdapterCatalog
 
@@ -28,20 +29,42 @@ MIN_CONTAINED = 3
 @dataclass(frozen=True, slots=True)
 class Specialist:
     """The router's view of a specialist: its name, its model's generation_config and fingerprint,
-    and its engine's memory for adapters."""
+    its engine's memory for adapters, and the adapters that it always runs with."""
 
     name: str
     generation: Mapping[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
     adapter_bytes: int = DEFAULTS.device_bytes
+    fixed: tuple[FixedAdapter, ...] = ()
+    # what it serves, beside its own name
+    intents: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FixedAdapter:
+    """An adapter that a specialist always runs with. It keeps its digest, also if its name comes to
+    mean another."""
+
+    choice: AdapterChoice
+    profile: AdapterProfile
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRoute:
-    """The resolved names of a request: who answers, and with which adapters."""
+    """The resolved names of a request: who answers, and with which adapters besides those that the
+    specialist always runs with."""
 
     specialist: str
     adapters: tuple[AdapterChoice, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FixedStack:
+    """The adapters of a plan, those of the specialist first; `left_out` says why some are not in
+    it."""
+
+    adapters: tuple[AdapterChoice, ...]
+    left_out: tuple[str, ...] = ()
 
 
 class NameResolver:
@@ -63,8 +86,9 @@ class NameResolver:
     def resolve(self, hints: RouteHints) -> ResolvedRoute:
         """Refuses names that do not exist, and adapters that do not fit or cannot run together."""
         requested, excluded_names = self.read(hints), self.excluded(hints.exclude)
+        self._check_allowed(requested.base, hints.allowed)
         if not requested.adapters:
-            return ResolvedRoute(requested.base or self.default)
+            return ResolvedRoute(requested.base or self.default_of(hints.allowed))
         num_in_model = len(requested.adapters) - len(hints.adapters)
         cards = [
             self._card(hint, "model" if index < num_in_model else "experts")
@@ -81,7 +105,41 @@ class NameResolver:
             AdapterChoice(full_name(profile), profile.card.digest, weight)
             for profile, weight in zip(stack, weights, strict=True)
         )
-        return ResolvedRoute(self._base_for([profile.card for profile in stack], requested), chosen)
+        base = self._base_for([profile.card for profile in stack], requested, hints.allowed)
+        return ResolvedRoute(base, chosen)
+
+    def default_of(self, allowed: Sequence[str]) -> str:
+        """Who answers if nobody is named: the first specialist that the caller may use."""
+        if not allowed or self.default in allowed:
+            return self.default
+        return next(name for name in self.specialists if name in allowed)
+
+    def _check_allowed(self, base: str | None, allowed: Sequence[str]) -> None:
+        if base is not None and allowed and base not in allowed:
+            raise Forbidden(
+                f"this key may not use the specialist `{base}`; it may use {_listed(allowed)}",
+                param="model",
+            )
+
+    def with_fixed(self, specialist: str, chosen: tuple[AdapterChoice, ...]) -> FixedStack:
+        """The adapters that the specialist always runs with, then `chosen`. Those of `chosen` that
+        cannot run beside them are left out."""
+        fixed = self.specialists[specialist].fixed
+        if not fixed:
+            return FixedStack(chosen)
+        stack, left_out = [item.choice for item in fixed], list[str]()
+        profiles = [item.profile for item in fixed]
+        for item in chosen:
+            profile = self.find(item.name)
+            if profile is None or any(item.digest == other.digest for other in stack):
+                continue
+            why = _why_not(profile, profiles, len(stack))
+            if why:
+                left_out.append(f"{item.name}: {why}")
+                continue
+            stack.append(item)
+            profiles.append(profile)
+        return FixedStack(tuple(stack), tuple(left_out))
 
     def fits(self, card: AdapterCard) -> tuple[str, ...]:
         """The specialists that an adapter was made for; an adapter without a base fits all."""
@@ -165,15 +223,18 @@ class NameResolver:
             )
         raise NotFound(message, param=param)
 
-    def _base_for(self, cards: Sequence[AdapterCard], requested: RequestedNames) -> str:
-        able = set(self.specialists).intersection(*(self.fits(card) for card in cards))
+    def _base_for(
+        self, cards: Sequence[AdapterCard], requested: RequestedNames, allowed: Sequence[str]
+    ) -> str:
+        usable = [name for name in self.specialists if not allowed or name in allowed]
+        able = set(usable).intersection(*(self.fits(card) for card in cards))
         if requested.base is None:
-            for name in (self.default, *self.specialists):
+            for name in usable:
                 if name in able:
                     return name
         elif requested.base in able:
             return requested.base
-        candidates = [requested.base] if requested.base else list(self.specialists)
+        candidates = [requested.base] if requested.base else usable
         for card in cards:
             if not set(candidates).intersection(self.fits(card)):
                 raise InvalidRequest(self._unfit(card, candidates), param="model")
@@ -190,6 +251,21 @@ class NameResolver:
             f"the expert `{card.name}@{card.version}` was made for another base model ({bases}), "
             f"not for {served}{hint}"
         )
+
+
+def _why_not(profile: AdapterProfile, stack: Sequence[AdapterProfile], count: int) -> str:
+    """Why an adapter cannot be added to a stack of `count`; empty if it can."""
+    other = conflict(profile, stack)
+    if other is not None:
+        return f"incompatible with {full_name(other)}, which this specialist always runs with"
+    if count >= MAX_STACK:
+        return f"at most {MAX_STACK} experts run together"
+    short = too_long([*stack, profile])
+    return (
+        ""
+        if short is None
+        else f"{full_name(short)} runs with at most {short.max_chain - 1} others"
+    )
 
 
 def _near(name: str, names: Sequence[str]) -> list[str]:
@@ -222,6 +298,7 @@ def _did_you_mean(near: Sequence[str]) -> str:
 MAX_CHARACTERS = 512
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class RequestedNames:
     """`base` is None if the caller does not name it."""

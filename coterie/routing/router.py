@@ -12,21 +12,38 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from coterie.core.adapters import AdapterCard, AdapterProfile
-from coterie.core.plan import AdapterChoice, RoutePlan, RouteTrace, TunedFields
+from coterie.core.errors import InvalidRequest
+from coterie.core.plan import (
+    AdapterChoice,
+    AlternateSpecialist,
+    ClassifierInput,
+    RoutePlan,
+    RouteTrace,
+    TunedFields,
+)
 from coterie.core.request import Chat, InferenceRequest, Prompt, RouteHints, Sampling, Text
-from coterie.core.sampling import TUNED_FIELDS, VENDOR_DEFAULTS, resolve_sampling
+from coterie.core.sampling import VENDOR_DEFAULTS, resolve_sampling
 from coterie.core.settings import RoutingSettings
+from coterie.routing.classify.decide import ServedIntents, declared
+from coterie.routing.classify.decide import decide as decide_specialist
+from coterie.routing.classify.features import classifier_input
+from coterie.routing.classify.trained import TrainedRouter
 from coterie.routing.decide import (
+    NOT_HERE,
+    OTHER_BASE,
     AdapterDecision,
     AdapterScorer,
     ChoiceLimits,
     InstalledAdapters,
+    ScoredAdapter,
+    StoredScorer,
+    choose,
     decide,
 )
 from coterie.routing.features.features import LANGUAGES, PromptFeatures, extract, routed_text
+from coterie.routing.match.embed import DEFAULT, EMBEDDERS
 from coterie.routing.protocols import AdapterCatalog, Matcher, NoAdapters, NoOutcomes, OutcomeRates
 from coterie.routing.resolve import (
     NameResolver,
@@ -41,6 +58,20 @@ __all__ = ["ResolvedRoute", "Router", "Specialist"]
 # adapters that are considered for one request
 CANDIDATES = 16
 NO_NAMES = RequestedNames(None)
+_UNTUNED = TunedFields()
+NOT_READY = "no experts: their index is not ready"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRouting:
+    """What was stored of a decision by content."""
+
+    # None = the trained router was not asked
+    given: ClassifierInput | None
+    # None = no adapters were installed
+    candidates: Sequence[ScoredAdapter] | None
+    # of the matcher; the settings may have another
+    threshold: float
 
 
 @dataclass(slots=True)
@@ -58,12 +89,17 @@ class _PlanDraft:
     threshold: float = 0.0
     degraded: tuple[str, ...] = ()
     timings_ms: dict[str, float] = field(default_factory=dict)
+    intent: str = ""
+    alternates: tuple[AlternateSpecialist, ...] = ()
+    # None = the specialist was not chosen by content
+    classified: ClassifierInput | None = None
 
 
 class Router:
     """The first specialist answers requests that name no model and match no adapter.
 
-    `matcher` replaces the catalog's own, which changes with what is installed.
+    `matcher` replaces the catalog's own, which changes with what is installed. `trained` chooses
+    among specialists; without it only declared intents and structures do.
     """
 
     def __init__(
@@ -73,12 +109,37 @@ class Router:
         settings: RoutingSettings | None = None,
         outcomes: OutcomeRates | None = None,
         matcher: Matcher | None = None,
+        trained: TrainedRouter | None = None,
     ) -> None:
         self._catalog = catalog or NoAdapters()
         self._names = NameResolver(specialists, self._catalog)
         self._settings = settings or RoutingSettings()
         self._outcomes = outcomes or NoOutcomes()
         self._matcher = matcher
+        self._trained = trained
+        self._served = ServedIntents.of((item.name, item.intents) for item in specialists)
+        self._fixed_names = frozenset(
+            fixed.profile.card.name for item in specialists for fixed in item.fixed
+        )
+        labels = () if trained is None else trained.labels
+        self._classifies = self._served.can_route(labels) or self._served.serves_structure()
+
+    @property
+    def trained(self) -> TrainedRouter | None:
+        return self._trained
+
+    @property
+    def router_version(self) -> str:
+        """The version of the trained router; "" = none."""
+        return "" if self._trained is None else self._trained.version
+
+    def served_intents(self, hints: RouteHints) -> ServedIntents:
+        """What a decision about the specialist of such a request depends on, beside its input."""
+        return self._served.limited_to(hints.allowed)
+
+    @property
+    def specialists(self) -> Mapping[str, Specialist]:
+        return self._names.specialists
 
     def resolve(self, hints: RouteHints) -> ResolvedRoute:
         """By names only. Refuses names that do not exist and adapters that do not fit."""
@@ -90,7 +151,7 @@ class Router:
         several = len(self._names.specialists) > 1
         if several and self._is_routed(self._names.read(hints), prompt):
             return self._by_content(hints, prompt).specialist
-        return self._names.resolve(hints).specialist
+        return self._named(hints)[0].specialist
 
     def fits(self, card: AdapterCard) -> Sequence[str]:
         """The specialists that an adapter was made for; an adapter without a base fits all."""
@@ -104,17 +165,18 @@ class Router:
             draft = self._by_content(request.hints, request.prompt)
         else:
             draft = self._by_name(request, requested)
-        sampling, changed = request.sampling, TunedFields()
+        self._add_fixed(draft, requested)
+        values: dict[str, float] = {}
+        changed = _UNTUNED
         if draft.features is not None:
             stage_start = time.perf_counter()
             draft.features = with_capabilities(draft.features, draft.primary)
             values = values_for(draft.features.task_type, draft.primary)
-            sampling = with_defaults(sampling, values)
             alone = draft.primary if len(draft.adapters) == 1 else None
             changed = tuned(request, values, alone)
             draft.timings_ms["tune"] = _ms_since(stage_start)
         generation = self._names.specialists[draft.specialist].generation
-        resolved = resolve_sampling(sampling, generation, vendor)
+        resolved = resolve_sampling(request.sampling, generation, vendor, values)
         draft.timings_ms["total"] = _ms_since(started)
         return RoutePlan(
             request_id=request.id,
@@ -124,8 +186,25 @@ class Router:
             confidence=draft.confidence,
             reasons=draft.reasons,
             tuned=changed,
-            trace=_trace(draft),
+            trace=_trace(draft, self.router_version),
+            intent=draft.intent,
+            alternates=draft.alternates,
         )
+
+    def _add_fixed(self, draft: _PlanDraft, requested: RequestedNames) -> None:
+        """Put the adapters that the specialist always runs with before the others."""
+        fixed = self._names.specialists[draft.specialist].fixed
+        if not fixed:
+            return
+        stack = self._names.with_fixed(draft.specialist, draft.adapters)
+        if stack.left_out and requested.adapters:
+            raise InvalidRequest(f"the expert {stack.left_out[0]}", param="experts")
+        draft.adapters = stack.adapters
+        if draft.primary is None or len(stack.adapters) == 1:
+            draft.primary = fixed[0].profile
+        names = ", ".join(item.choice.name for item in fixed)
+        draft.reasons += (f"{draft.specialist} always runs with {names}",)
+        draft.degraded += tuple(f"dropped {text}" for text in stack.left_out)
 
     def _is_routed(self, requested: RequestedNames, prompt: Prompt) -> bool:
         """Adapters are for messages of users; requests with tools are answered by the base."""
@@ -134,38 +213,124 @@ class Router:
 
     def _by_name(self, request: InferenceRequest, requested: RequestedNames) -> _PlanDraft:
         hints = request.hints
-        route = self._names.resolve(hints)
-        reason = "default specialist" if requested == NO_NAMES else "named by the caller"
-        if requested == NO_NAMES and not self._settings.enabled:
+        route, reason = self._named(hints)
+        is_default = requested == NO_NAMES and not hints.intent
+        if is_default and not self._settings.enabled:
             reason = "default specialist: routing is off"
-        elif requested == NO_NAMES and isinstance(request.prompt, Chat) and request.prompt.tools:
+        elif is_default and isinstance(request.prompt, Chat) and request.prompt.tools:
             reason = "default specialist: tools are given"
-        draft = _PlanDraft(route.specialist, route.adapters, reasons=(reason,))
+        draft = _PlanDraft(route.specialist, route.adapters, reasons=(reason,), intent=hints.intent)
         if hints.tune:
             draft.features = _features(hints, request.prompt, draft.timings_ms)
             if route.adapters:
                 draft.primary = self._names.find(route.adapters[0].name)
         return draft
 
+    def _named(self, hints: RouteHints) -> tuple[ResolvedRoute, str]:
+        """By names, then by a declared intent; with the reason."""
+        route = self._names.resolve(hints)
+        requested = self._names.read(hints)
+        able = declared(hints.intent, self.served_intents(hints)) if hints.intent else ()
+        if requested != NO_NAMES:
+            return route, "named by the caller"
+        if able:
+            return replace(route, specialist=able[0]), f"declared intent {hints.intent}"
+        return route, "default specialist"
+
+    def _classify(self, draft: _PlanDraft, hints: RouteHints, text: str) -> None:
+        """Choose the specialist by a declared intent, a structure, or the trained router."""
+        if not (self._classifies or hints.intent) or draft.features is None:
+            return
+        stage_start = time.perf_counter()
+        embedder = EMBEDDERS[DEFAULT]()
+        given = classifier_input(text, draft.features, embedder, hints.intent)
+        self._choose_specialist(draft, hints, given)
+        draft.timings_ms["classify"] = _ms_since(stage_start)
+
+    def _choose_specialist(
+        self, draft: _PlanDraft, hints: RouteHints, given: ClassifierInput
+    ) -> None:
+        decision = decide_specialist(given, self.served_intents(hints), self._trained)
+        draft.specialist, draft.intent = decision.specialist, decision.intent
+        draft.alternates, draft.classified = decision.alternates, given
+        draft.confidence, draft.reasons = decision.confidence, (decision.reason,)
+
     def _by_content(self, hints: RouteHints, prompt: Prompt) -> _PlanDraft:
-        draft = _PlanDraft(self._names.default)
+        draft = _PlanDraft(self._names.default_of(hints.allowed))
         exclude = self._names.excluded(hints.exclude)
         draft.features = _features(hints, prompt, draft.timings_ms)
+        text = routed_text(_instruction(hints, prompt), hints.document)
+        self._classify(draft, hints, text)
+        if draft.classified is not None and self._names.specialists[draft.specialist].fixed:
+            # it runs with its own adapters
+            return draft
         matcher = self._matcher or self._catalog.matcher()
         if matcher is None:
             return _without_experts(draft, any(True for _ in self._catalog.names()))
         draft.threshold = self._settings.threshold or matcher.threshold
         stage_start = time.perf_counter()
-        text = routed_text(_instruction(hints, prompt), hints.document)
         matches = matcher.match(text, draft.features, CANDIDATES)
         draft.timings_ms["match"] = _ms_since(stage_start)
         stage_start = time.perf_counter()
         limits = self._choice_limits(hints, draft.threshold, exclude)
+        only = draft.specialist if draft.classified is not None else ""
         decision = decide(
-            matches, draft.features, limits, self._installed_adapters(), self._scorer()
+            matches, draft.features, limits, self._installed_adapters(hints, only), self._scorer()
         )
         draft.timings_ms["decide"] = _ms_since(stage_start)
         return _decided(draft, decision)
+
+    def plan_again(self, request_id: str, hints: RouteHints, stored: StoredRouting) -> RoutePlan:
+        """The decision about a request of the past, from what was stored of it. Only who answers is
+        decided, not the sampling."""
+        draft = _PlanDraft(self._names.default_of(hints.allowed))
+        if stored.given is not None:
+            self._choose_specialist(draft, hints, stored.given)
+        if draft.classified is not None and self._names.specialists[draft.specialist].fixed:
+            # it runs with its own adapters
+            pass
+        elif stored.candidates is None:
+            draft = _without_experts(draft, installed=False)
+        else:
+            only = draft.specialist if draft.classified is not None else ""
+            draft = self._decide_again(draft, hints, stored.candidates, only, stored.threshold)
+        self._add_fixed(draft, NO_NAMES)
+        return RoutePlan(
+            request_id=request_id,
+            specialist=draft.specialist,
+            adapters=draft.adapters,
+            sampling=Sampling(),
+            confidence=draft.confidence,
+            reasons=draft.reasons,
+            intent=draft.intent,
+            alternates=draft.alternates,
+        )
+
+    def _decide_again(
+        self,
+        draft: _PlanDraft,
+        hints: RouteHints,
+        candidates: Sequence[ScoredAdapter],
+        only: str,
+        threshold: float,
+    ) -> _PlanDraft:
+        installed = self._installed_adapters(hints, only)
+        figures = {full_name(item.profile): (item.success, item.memory) for item in candidates}
+        scorer = StoredScorer(self._settings, figures, self._scorer())
+        items = []
+        for item in candidates:
+            # without a probability it was only there because another one requires it
+            if item.probability:
+                profile, excluded = item.profile, item.excluded
+                if excluded in ("", OTHER_BASE, NOT_HERE):
+                    excluded = "" if installed.fits(profile.card) else installed.unfit
+                scores = scorer.scores(profile, item.similarity)
+                items.append(
+                    ScoredAdapter(profile, item.similarity, *scores, item.probability, excluded)
+                )
+        exclude = self._names.excluded(hints.exclude)
+        limits = self._choice_limits(hints, self._settings.threshold or threshold, exclude)
+        return _decided(draft, choose(items, limits, installed, scorer))
 
     def _choice_limits(
         self, hints: RouteHints, threshold: float, exclude: tuple[str, ...]
@@ -174,10 +339,20 @@ class Router:
             return ChoiceLimits(threshold, self._settings.max_experts, exclude=exclude)
         return ChoiceLimits(threshold, hints.max_adapters, hints.max_adapters, exclude)
 
-    def _installed_adapters(self) -> InstalledAdapters:
-        return InstalledAdapters(
-            self._catalog.current_profiles(), self._names.find, self._names.fits
-        )
+    def _installed_adapters(self, hints: RouteHints, only: str = "") -> InstalledAdapters:
+        """`only`: the specialist that was chosen already; "" = any that the tenant may use."""
+
+        def fits(card: AdapterCard) -> tuple[str, ...]:
+            # what a specialist always runs with is for that specialist alone
+            if only and card.name in self._fixed_names:
+                return ()
+            able = (only,) if only else hints.allowed or self._names.specialists
+            return tuple(name for name in self._names.fits(card) if name in able)
+
+        profiles, find = self._catalog.current_profiles(), self._names.find
+        if only or hints.allowed:
+            return InstalledAdapters(profiles, find, fits, NOT_HERE)
+        return InstalledAdapters(profiles, find, self._names.fits)
 
     def _scorer(self) -> AdapterScorer:
         adapter_bytes = self._names.specialists[self._names.default].adapter_bytes
@@ -205,28 +380,30 @@ def _last_user_text(prompt: Prompt) -> str:
 
 def _without_experts(draft: _PlanDraft, installed: bool) -> _PlanDraft:
     if installed:
-        draft.reasons = ("base model alone: the index of experts is not ready",)
-        draft.degraded = ("no experts: their index is not ready",)
-        draft.confidence = 0.0
+        draft.reasons += ("base model alone: the index of experts is not ready",)
+        draft.degraded = (NOT_READY,)
+        draft.confidence = draft.confidence if draft.classified is not None else 0.0
     else:
-        draft.reasons = ("base model alone: no experts are installed",)
+        draft.reasons += ("base model alone: no experts are installed",)
     return draft
 
 
 def _decided(draft: _PlanDraft, decision: AdapterDecision) -> _PlanDraft:
     draft.decision, draft.primary = decision, decision.primary
-    draft.confidence = decision.confidence
+    if draft.classified is None:
+        # otherwise the confidence is that of the specialist's choice
+        draft.confidence = decision.confidence
     if decision.primary is None:
         best = max(decision.candidates, key=lambda c: c.probability, default=None)
         nearest = f" (nearest: {best.name}, {best.why})" if best is not None else ""
-        draft.reasons = (f"base model alone: no expert is for this prompt{nearest}",)
+        draft.reasons += (f"base model alone: no expert is for this prompt{nearest}",)
         return draft
     draft.specialist = decision.specialist or draft.specialist
     draft.adapters = tuple(
         AdapterChoice(full_name(profile), profile.card.digest) for profile in decision.chosen
     )
     whys = {candidate.digest: candidate for candidate in decision.candidates}
-    draft.reasons = tuple(
+    draft.reasons += tuple(
         f"{choice.name}: {whys[choice.digest].why}, probability "
         f"{whys[choice.digest].probability:.2f}"
         for choice in draft.adapters
@@ -234,7 +411,7 @@ def _decided(draft: _PlanDraft, decision: AdapterDecision) -> _PlanDraft:
     return draft
 
 
-def _trace(draft: _PlanDraft) -> RouteTrace | None:
+def _trace(draft: _PlanDraft, router_version: str) -> RouteTrace | None:
     features = draft.features
     if features is None:
         return None
@@ -247,6 +424,8 @@ def _trace(draft: _PlanDraft) -> RouteTrace | None:
         threshold=draft.threshold,
         degraded=draft.degraded,
         timings_ms=timings | draft.timings_ms,
+        classified=draft.classified,
+        router_version="" if draft.classified is None else router_version,
     )
 
 
@@ -306,18 +485,6 @@ def values_for(task_type: str, adapter: AdapterProfile | None) -> dict[str, floa
     if adapter is not None and adapter.decoding:
         values |= _EVALUATED_WITH | dict(adapter.decoding)
     return values
-
-
-def with_defaults(given: Sampling, values: Mapping[str, float]) -> Sampling:
-    """`given` with `values` for the fields that it does not set."""
-    open_values: dict[str, Any] = {
-        name: values[name]
-        for name in TUNED_FIELDS
-        if name in values and getattr(given, name) is None
-    }
-    if "top_k" in open_values:
-        open_values["top_k"] = int(open_values["top_k"])
-    return replace(given, **open_values) if open_values else given
 
 
 def tuned(

@@ -6,12 +6,12 @@ HTTP, streams, WebSockets, jobs and gRPC all use it, so they answer the same val
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from coterie.core.errors import CoterieError, from_code
 from coterie.core.events import Delta, Event, Failed, Finished, InferenceResult, Started, facts_of
-from coterie.core.plan import RoutePlan
+from coterie.core.plan import RoutePlan, RouteTrace
 from coterie.core.request import Chat, Prompt, Text
 from coterie.core.sampling import TUNED_FIELDS
 
@@ -19,9 +19,18 @@ from coterie.core.sampling import TUNED_FIELDS
 class AnswerBuilder:
     """Takes every event of one request, in order. It has a result when `ended` is true."""
 
-    def __init__(self, job_id: str, plans: Sequence[RoutePlan], *, explain: bool = False) -> None:
-        """`plans`: a list that the pipeline appends to; the last plan is the valid one."""
+    def __init__(
+        self,
+        job_id: str,
+        plans: Sequence[RoutePlan],
+        *,
+        explain: bool = False,
+        keeps_deltas: bool = False,
+    ) -> None:
+        """`plans`: a list that the pipeline appends to; the last plan is the valid one. With
+        `keeps_deltas` the result's telemetry holds all deltas and the usage."""
         self.job_id, self._plans, self.explain = job_id, plans, explain
+        self._deltas: list[Delta] | None = [] if keeps_deltas else None
         self.finished: Finished | None = None
         self.error: CoterieError | None = None
         self._texts: list[str] = []
@@ -44,6 +53,8 @@ class AnswerBuilder:
         if isinstance(event, Delta):
             if event.choice == 0:
                 self._texts.append(event.text)
+                if self._deltas is not None:
+                    self._deltas.append(event)
         elif isinstance(event, Started):
             self._max_tokens = event.max_tokens
         elif isinstance(event, Finished):
@@ -75,9 +86,14 @@ class AnswerBuilder:
             seed=self.plan.sampling.seed or 0,
             validation=finished.validation,
             metrics=finished.metrics,
-            telemetry=facts_of(finished),
+            telemetry=facts_of(finished) | self._kept(finished),
             plan=self.shown_plan(),
         )
+
+    def _kept(self, finished: Finished) -> dict[str, Any]:
+        if self._deltas is None:
+            return {}
+        return {"deltas": self._deltas, "usage": finished.usage}
 
 
 def _latency_ms(finished: Finished) -> float:
@@ -103,8 +119,14 @@ def expert_plan(plan: RoutePlan, max_tokens: int | None = None) -> dict[str, Any
         "prompt_modified": None if plan.tuned.prompt is None else _text(plan.tuned.prompt),
         "confidence": plan.confidence,
         "reasons": list(plan.reasons),
-        "reasoning_trace": None if plan.trace is None else asdict(plan.trace),
+        "reasoning_trace": None if plan.trace is None else _shown(plan.trace),
     }
+
+
+def _shown(trace: RouteTrace) -> dict[str, Any]:
+    shown = asdict(replace(trace, classified=None))
+    del shown["classified"]
+    return shown
 
 
 def _text(prompt: Prompt) -> str:

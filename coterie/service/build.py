@@ -5,8 +5,6 @@ Resolves model sources, which may fetch files. Does not start anything.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,25 +13,27 @@ from coterie.core.config import Config, EngineSettings, SpecialistSettings
 from coterie.core.errors import ConfigError
 from coterie.core.lane import LaneConfig
 from coterie.core.moe import MoeSettings
+from coterie.routing.classify.versions import folder_of
 from coterie.service.adapters.admin import AdapterAdmin
 from coterie.service.adapters.catalog import AdapterCatalog
+from coterie.service.config_check import check, expected_names, model_name
+from coterie.service.ensemble import EnsembleService
 from coterie.service.fleet import EngineGroup, Fleet, RoutingInputs
 from coterie.service.jobs.store import JobStore
 from coterie.service.pipeline import Pipeline, PipelineParts
 from coterie.service.records.log import InferenceRecords
+from coterie.service.responses.store import ResponseStore
+from coterie.service.slo.keeper import EnsembleKeeper
 from coterie.service.validate.validators import AnswerValidators
 from coterie.weights.home import state_dir
-from coterie.weights.sources.hub import parse as parse_hub
 from coterie.weights.sources.source import DEFAULT_MODEL, resolve
 from coterie.workers.contract import Replica, WorkerSpec
 from coterie.workers.inproc import InprocReplica
 from coterie.workers.memory import cores
+from coterie.workers.remote.replica import RemoteReplica, RemoteSpec
 
 if TYPE_CHECKING:
     from coterie.weights.sources.source import Progress
-
-# the part of a file name that names the precision, not the model
-_QUANTISATION = re.compile(r"[.\-_](i?q\d\w*|bf16|f16|f32|fp16|fp32)$", re.IGNORECASE)
 
 MakeReplica = Callable[[WorkerSpec], Replica]
 
@@ -41,68 +41,58 @@ MakeReplica = Callable[[WorkerSpec], Replica]
 def build(config: Config, *, progress: Progress | None = None, inproc: bool = False) -> Pipeline:
     """The pipeline of `config`. `inproc` runs the engines as threads of this process."""
     shared: dict[tuple[Path, str, MoeSettings], list[tuple[str, SpecialistSettings]]] = {}
-    names: set[str] = set()
-    for index, settings in enumerate(config.specialists):
-        _check_strategy(settings.moe.strategy, f"specialists.{index}.moe.strategy")
+    names: list[str] = []
+    # before anything is fetched or loaded
+    check(config, expected_names(config))
+    remotes: list[EngineGroup] = []
+    for settings in config.specialists:
+        if settings.remote.url:
+            names.append(settings.name)
+            remotes.append(_remote_group(settings, config.engine.max_queue))
+            continue
         path = resolve(settings.model or DEFAULT_MODEL, progress=progress)
         name = settings.name or model_name(settings.model, path)
         if name in names:
             raise ConfigError(
                 f"two specialists are named {name!r}; give one a name", param="specialists"
             )
-        names.add(name)
+        names.append(name)
         shared.setdefault((path, settings.dtype, settings.moe), []).append((name, settings))
     engines = sum(max(s.replicas for _, s in members) for members in shared.values())
-    threads = config.engine.threads or max(1, cores() // engines)
+    threads = config.engine.threads or max(1, cores() // max(engines, 1))
     make = InprocReplica if inproc else _process_maker(config.engine)
     groups = [
         _group(f"e{index}", path, members, config, threads, make)
         for index, ((path, *_), members) in enumerate(shared.items())
     ]
+    groups += remotes
     catalog = AdapterCatalog(registry_dir() if config.adapters.device_bytes else None)
-    records = InferenceRecords(state_dir() / "records.db", config.jobs.max_records)
+    records = InferenceRecords(
+        state_dir() / "records.db", config.jobs.max_records, config.ensemble.max_receipts
+    )
     fleet = Fleet(
         groups,
         config.server.drain_s,
         catalog,
-        RoutingInputs(config.routing, records),
-        config.server.clamp_max_tokens,
+        routing=RoutingInputs(
+            config, tuple(names), records, folder_of(config.ensemble.router, state_dir())
+        ),
+        clamp_max_tokens=config.server.clamp_max_tokens,
     )
     admin = AdapterAdmin(fleet, state_dir() / "trust.json", config.server.allow_unsigned)
     jobs = JobStore(state_dir() / "jobs.db")
-    validators = AnswerValidators(config.validators)
-    return Pipeline(PipelineParts(fleet, admin, records, validators, jobs, config.jobs))
+    validators = AnswerValidators()
+    keeper = EnsembleKeeper(state_dir() / "ensemble.db", state_dir() / "calibration.jsonl")
+    ensemble = EnsembleService(fleet, admin, keeper, records.rate)
+    responses = ResponseStore(state_dir() / "responses.db", config.responses)
+    return Pipeline(
+        PipelineParts(fleet, admin, records, validators, jobs, config.jobs, ensemble, responses)
+    )
 
 
 def registry_dir() -> Path:
     """The folder of installed adapters, for all servers and commands with this home folder."""
     return state_dir() / "experts"
-
-
-def _check_strategy(text: str, param: str) -> None:
-    """Check the name of the strategy before anything is fetched or loaded."""
-    if text == "auto":
-        return
-    from coterie.moe.dispatch.table import parse_strategy
-
-    try:
-        parse_strategy(text)
-    except ConfigError as error:
-        raise ConfigError(f"{param}: {error.message}", param=param) from None
-
-
-def model_name(model: str, path: Path) -> str:
-    """`SmolLM2-135M-Instruct.Q4_1.gguf` is served as `smollm2-135m-instruct`."""
-    if model.startswith("hf:"):
-        hub = parse_hub(model[3:])
-        if hub.file is None:
-            # the folder of a downloaded snapshot is named by a hash
-            return hub.repo.rpartition("/")[2].lower()
-        path = Path(hub.file)
-    # abspath: "." and ".." are no names. A symbolic link keeps its own name.
-    path = Path(os.path.abspath(path))
-    stem = path.stem if path.suffix == ".gguf" else path.name
-    return _QUANTISATION.sub("", stem).lower()
 
 
 def _process_maker(engine: EngineSettings) -> MakeReplica:
@@ -148,6 +138,13 @@ def _group(
     ]
     models = {lane: settings.model or DEFAULT_MODEL for lane, settings in members}
     return EngineGroup(path, models, tuple(make(spec) for spec in specs))
+
+
+def _remote_group(settings: SpecialistSettings, max_queue: int) -> EngineGroup:
+    """A specialist on another server: nothing to resolve and nothing to load."""
+    name, remote = settings.name, settings.remote
+    replica = RemoteReplica(RemoteSpec(f"remote-{name}", name, remote, max_queue))
+    return EngineGroup(None, {name: remote.model or name}, (replica,))
 
 
 def _lane(name: str, settings: SpecialistSettings, engine: EngineSettings) -> LaneConfig:

@@ -41,14 +41,16 @@ class Finisher:
             validation = await self._validated(run, event)
         finally:
             self._num_validating -= 1
-        event = replace(event, timings=replace(event.timings, grammar_s=run.grammar_s))
+        if event.timings.grammar_s != run.grammar_s:
+            event = replace(event, timings=replace(event.timings, grammar_s=run.grammar_s))
         run.served.series.spent(event)
+        _count_cost(run, event)
         metrics = metrics_of(run, event, validation)
         # log before the answer is sent: a client that got it must find its record
         digests = tuple(adapter.digest for adapter in run.plan.adapters)
-        outcome = _outcome(run, event, validation) if digests else None
+        run.outcome = _outcome(run, event, validation)
         self._records.log(
-            InferenceRecord(metrics, own_tenant(run.request.tenant), digests, outcome)
+            InferenceRecord(metrics, own_tenant(run.request.tenant), digests, run.outcome)
         )
         return Finished(
             event.request_id,
@@ -64,10 +66,14 @@ class Finisher:
             event.unfinished,
         )
 
-    def failed(self, run: RequestRun, event: Failed, meter: RequestMeter) -> None:
-        self._without_answer(
-            run, metrics_of(run, meter.so_far(event.request_id, ""), failure=event.code)
-        )
+    async def outcome(self, run: RequestRun, event: Finished) -> bool | None:
+        """Whether an answer that nobody gets, as that of a shadow, is valid. Records nothing."""
+        return _outcome(run, event, await self._validated(run, event))
+
+    def failed(self, run: RequestRun, event: Failed, meter: RequestMeter) -> InferenceMetrics:
+        metrics = metrics_of(run, meter.so_far(event.request_id, ""), failure=event.code)
+        self._without_answer(run, metrics)
+        return metrics
 
     def abandoned(self, run: RequestRun, meter: RequestMeter) -> InferenceMetrics:
         """Record a request whose caller stopped reading, with its cost until then."""
@@ -87,11 +93,22 @@ class Finisher:
         """An answer that was cut off by time or by its caller is not validated."""
         if event.choices[0] not in WHOLE or not run.may_be_validated:
             return None
-        return await self._validators.validate("".join(run.texts), _context(run, event))
+        text, commands = "".join(run.texts), run.snapshot.commands
+        return await self._validators.validate(text, _context(run, event), commands)
 
     def _without_answer(self, run: RequestRun, metrics: InferenceMetrics) -> None:
         """Record without digests: a request without an answer must not count against an adapter."""
         self._records.log(InferenceRecord(metrics, own_tenant(run.request.tenant)))
+
+
+def _count_cost(run: RequestRun, event: Finished) -> None:
+    """The price of an answer of a server elsewhere, by the settings that the request reads."""
+    settings = run.snapshot.config.specialists.get(run.served.name)
+    if settings is None or not (settings.remote.price_in or settings.remote.price_out):
+        return
+    usage, remote = event.usage, settings.remote
+    cost = usage.prompt_tokens * remote.price_in + usage.completion_tokens * remote.price_out
+    run.served.series.registry.value("coterie_remote_cost", run.served.name).add(cost / 1e6)
 
 
 def _context(run: RequestRun, event: Finished) -> AnswerContext:
@@ -104,6 +121,7 @@ def _context(run: RequestRun, event: Finished) -> AnswerContext:
         task_type="" if free else run.task_type,
         code_language="" if trace is None else str(trace.features.get("code_language", "")),
         experts=names_of(run.plan),
+        checks=() if free else run.checks,
         # if its format was completed, the answer is whole, even if it ended at its limit
         finish_reason="stop" if _is_whole(run, event) else event.choices[0],
     )

@@ -13,21 +13,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from coterie.core.adapters import AdapterCard
-from coterie.core.errors import Unavailable
-from coterie.core.request import AUTO, RouteHints
-from coterie.core.settings import RoutingSettings
+from coterie.core.config import Config
+from coterie.core.errors import ConfigError, Unavailable, UnsupportedFeature
+from coterie.core.request import AUTO, KeyRights, RouteHints
+from coterie.core.snapshot import snapshot_of
 from coterie.obs.log import log
 from coterie.obs.metrics import MetricRegistry
 from coterie.obs.tables import OWN_METRICS, adapter_series
+from coterie.routing.classify.trained import TrainedRouter
+from coterie.routing.classify.versions import read_current
 from coterie.routing.protocols import OutcomeRates
+from coterie.routing.resolve import FixedAdapter
 from coterie.routing.router import Router, Specialist
 from coterie.service.adapters.catalog import AdapterCatalog
+from coterie.service.adapters.fixed import check_base, fixed_adapters
 from coterie.service.meter import SpecialistSeries
-from coterie.service.submit.admission import ReplicaSet
+from coterie.service.snapshot import ServingSnapshot
+from coterie.service.submit.replicas import EngineGroupLoad, ReplicaSet
+from coterie.service.validate.command import ValidatorCommands
 from coterie.workers.contract import AdapterInfo, Replica, ReplicaInfo
-
-if TYPE_CHECKING:
-    from coterie.service.adapters.catalog import AdapterCatalog
 
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
@@ -39,7 +43,8 @@ T = TypeVar("T")
 class EngineGroup:
     """Specialists that share the weights of an engine, and the replicas that run it."""
 
-    path: Path
+    # None = the specialist is on another server
+    path: Path | None
     # specialist -> the model as it is written in the configuration
     specialists: Mapping[str, str]
     replicas: tuple[Replica, ...]
@@ -54,20 +59,38 @@ class ServedSpecialist:
     created: int
     context: int
     max_sequences: int
-    tokenizer: Tokenizer
+    # None = it is on another server: its tokens are not known here
+    tokenizer: Tokenizer | None
     replicas: ReplicaSet
     series: SpecialistSeries
     info: ReplicaInfo
     # if max_tokens exceeds the context, reduce it instead of refusing the request
     clamp_max_tokens: bool = False
 
+    @property
+    def is_remote(self) -> bool:
+        return self.tokenizer is None
+
+    def own_tokenizer(self) -> Tokenizer:
+        """Raises UnsupportedFeature for a specialist on another server."""
+        if self.tokenizer is None:
+            raise UnsupportedFeature(
+                f"{self.name} is on another server: its tokens are not known here", param="model"
+            )
+        return self.tokenizer
+
 
 @dataclass(frozen=True, slots=True)
 class RoutingInputs:
-    """The routing settings, and the success rates of adapters."""
+    """The settings, the names that the specialists are served by, and the success rates of
+    adapters."""
 
-    settings: RoutingSettings | None = None
+    config: Config
+    # in the order of the settings
+    names: tuple[str, ...]
     outcomes: OutcomeRates | None = None
+    # versions of the trained router; None = there is none
+    router_folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,23 +128,91 @@ class Fleet:
         groups: Sequence[EngineGroup],
         drain_s: float = 30.0,
         catalog: AdapterCatalog | None = None,
-        routing: RoutingInputs | None = None,
+        *,
+        routing: RoutingInputs,
         clamp_max_tokens: bool = False,
     ) -> None:
         self.registry = MetricRegistry()
         self.catalog = catalog or AdapterCatalog(None)
-        self._routing = routing or RoutingInputs()
+        self._routing = routing
+        self._rights: Mapping[str, KeyRights] | None = None
         self._groups = tuple(groups)
         self._drain_s = drain_s
         self._clamp_max_tokens = clamp_max_tokens
         self._served: dict[str, ServedSpecialist] = {}
-        self._router: Router | None = None
+        self._snapshot: ServingSnapshot | None = None
+
+    @property
+    def snapshot(self) -> ServingSnapshot:
+        """What a request that arrives now reads, from its start to its end."""
+        if self._snapshot is None:
+            raise Unavailable("the models are still loading", retry_after_s=5.0)
+        return self._snapshot
+
+    @property
+    def current_snapshot(self) -> ServingSnapshot | None:
+        """The same; None while the models are loading."""
+        return self._snapshot
 
     @property
     def router(self) -> Router:
-        if self._router is None:
-            raise Unavailable("the models are still loading", retry_after_s=5.0)
-        return self._router
+        return self.snapshot.router
+
+    @property
+    def config(self) -> Config:
+        """The settings that are in force."""
+        return self._routing.config
+
+    @property
+    def names_in_order(self) -> tuple[str, ...]:
+        """The names of all specialists in the order of the settings."""
+        return self._routing.names
+
+    def set_rights(self, rights: Mapping[str, KeyRights] | None) -> None:
+        self._rights = rights
+        if self._snapshot is not None:
+            self._snapshot = self._snapshot.with_rights(rights)
+
+    def prepare(
+        self,
+        config: Config,
+        rights: Mapping[str, KeyRights] | None,
+        commands: ValidatorCommands,
+        trained: TrainedRouter | None,
+    ) -> ServingSnapshot:
+        """The snapshot of other settings for the same specialists. Changes nothing."""
+        names = self._routing.names
+        intents = {name: item.intents for name, item in zip(names, config.specialists, strict=True)}
+        fixed = fixed_adapters(config, names, self.catalog)
+        for name, stack in fixed.items():
+            served = self._served[name]
+            check_base(name, stack, served.info.fingerprint)
+            check_room(name, stack, served)
+        choices = {name: tuple(item.choice for item in stack) for name, stack in fixed.items()}
+        known = [
+            replace(_specialist(item), fixed=fixed.get(item.name, ()), intents=intents[item.name])
+            for item in self._served.values()
+        ]
+        outcomes = self._routing.outcomes
+        router = Router(known, self.catalog, config.routing, outcomes, trained=trained)
+        return ServingSnapshot(snapshot_of(config, names, choices, rights), router, commands)
+
+    def read_trained(self) -> TrainedRouter | None:
+        """The version of the trained router that is in use. Reads files: call it on a thread."""
+        folder = self._routing.router_folder
+        return None if folder is None else read_current(folder)
+
+    def adopt(self, config: Config, snapshot: ServingSnapshot) -> None:
+        """Use `snapshot` for every request that arrives from now on. Runs without waiting, so that
+        no request sees a part of it."""
+        self._routing = replace(self._routing, config=config)
+        self._rights = snapshot.config.rights
+        self._snapshot = snapshot
+        self.catalog.keep(
+            item.profile
+            for specialist in snapshot.router.specialists.values()
+            for item in specialist.fixed
+        )
 
     def find(self, model: str | None) -> ServedSpecialist:
         if model in self._served:
@@ -138,6 +229,11 @@ class Fleet:
 
     def names(self) -> Collection[str]:
         return self._served.keys()
+
+    @property
+    def served(self) -> Mapping[str, ServedSpecialist]:
+        """By name; empty until they have started."""
+        return self._served
 
     def fingerprints(self, specialist: str | None = None) -> BaseFingerprints:
         """The fingerprints; by default the named one is that of the first specialist."""
@@ -159,15 +255,23 @@ class Fleet:
         try:
             # before the first request
             await self.catalog.start()
+            # an adapter that is not installed is reported before a model loads
+            fixed_adapters(self._routing.config, self._routing.names, self.catalog)
+            commands = ValidatorCommands(self._routing.config.validators)
             loaded = await all_or_none(self._start_group(group) for group in self._groups)
         except BaseException:
             await self.close()
             raise
-        served = [item for group in loaded for item in group]
-        self._served = {item.name: item for item in served}
-        known = [_specialist(item) for item in served]
-        settings, outcomes = self._routing.settings, self._routing.outcomes
-        self._router = Router(known, self.catalog, settings, outcomes)
+        served = {item.name: item for group in loaded for item in group}
+        # in the order of the settings: the first one is the default
+        self._served = {name: served[name] for name in self._routing.names}
+        try:
+            trained = await asyncio.to_thread(self.read_trained)
+            snapshot = self.prepare(self._routing.config, self._rights, commands, trained)
+        except BaseException:
+            await self.close()
+            raise
+        self.adopt(self._routing.config, snapshot)
 
     async def drain(self) -> None:
         await asyncio.gather(*(replica.drain(self._drain_s) for replica in self._replicas()))
@@ -176,25 +280,28 @@ class Fleet:
         await asyncio.gather(*(replica.close() for replica in self._replicas()))
         await self.catalog.close()
 
-    def cards(self) -> tuple[ModelCard, ...]:
+    def cards(self, allowed: Collection[str] = ()) -> tuple[ModelCard, ...]:
         """The specialists, then the adapters that fit one, by name and alias. If there are
-        adapters, `auto` is listed too, so that users of a client can leave the choice to the
-        router."""
+        adapters or several specialists, `auto` is listed too, so that users of a client can leave
+        the choice to the router. `allowed`: only these specialists; empty = all."""
         bases = tuple(
             ModelCard(item.name, item.created, item.context, item.model)
             for item in self._served.values()
+            if not allowed or item.name in allowed
         )
         adapters = tuple(
             card
             for name, adapter in self.catalog.current().items()
-            if name not in self._served and (card := self._adapter_card(name, adapter)) is not None
+            if name not in self._served
+            and (card := self._adapter_card(name, adapter, allowed)) is not None
         )
         first = bases[0] if bases else None
-        routed = (replace(first, name=AUTO),) if adapters and first is not None else ()
+        several = bool(adapters) or len(bases) > 1
+        routed = (replace(first, name=AUTO),) if several and first is not None else ()
         return bases + adapters + routed
 
-    def card(self, model: str | None) -> ModelCard:
-        route = self.router.resolve(RouteHints(model))
+    def card(self, model: str | None, allowed: tuple[str, ...] = ()) -> ModelCard:
+        route = self.router.resolve(RouteHints(model, allowed=allowed))
         base = self._served[route.specialist]
         if not route.adapters:
             name = AUTO if model == AUTO else base.name
@@ -204,20 +311,26 @@ class Fleet:
         created = max(int(card.installed_at) for card in known if card is not None)
         return ModelCard(str(model), created, base.context, root, base.name)
 
-    def _adapter_card(self, name: str, adapter: AdapterCard) -> ModelCard | None:
-        fitting = self.router.fits(adapter)
+    def _adapter_card(
+        self, name: str, adapter: AdapterCard, allowed: Collection[str]
+    ) -> ModelCard | None:
+        fitting = [item for item in self.router.fits(adapter) if not allowed or item in allowed]
         if not fitting:
             return None
         base = self._served[fitting[0]]
         package = f"{adapter.name}@{adapter.version}"
         return ModelCard(name, int(adapter.installed_at), base.context, package, base.name)
 
-    def health(self, *, draining: bool) -> ServiceHealth:
+    def health(self, *, is_open: bool) -> ServiceHealth:
+        """`is_open`: the server has started and does not shut down."""
         details = {name: _details(item) for name, item in self._served.items()}
         damaged = sorted(f"{card.name}@{card.version}" for card in self.catalog.damaged())
         if damaged:
             details = {name: item | {"damaged_experts": damaged} for name, item in details.items()}
-        ready = bool(details) and not draining and all(item["ready"] for item in details.values())
+        # a server elsewhere that is down is no reason to send nobody here
+        needed = [item.name for item in self._served.values() if not item.is_remote]
+        ready = bool(details) and is_open
+        ready = ready and all(details[name]["ready"] for name in needed or details)
         states = [replica.state() for replica in self._replicas()] if details else []
         live = not states or any(state != "failing" for state in states)
         return ServiceHealth(live=live, ready=ready, specialists=details)
@@ -232,6 +345,8 @@ class Fleet:
             self.registry.value("vllm:num_requests_waiting", name).set(item.replicas.queued())
             usage = 1 - free / total if total else 0.0
             self.registry.value("vllm:kv_cache_usage_perc", name).set(usage)
+            for outcome, count in item.replicas.retries.items():
+                self.registry.value("coterie_retries", name, outcome).set(count)
         for replica in self._replicas():
             stats = replica.stats()
             restarts = stats.pop("restarts", 0.0)
@@ -246,6 +361,7 @@ class Fleet:
         starting: list[Coroutine[Any, Any, Any]] = [replica.start() for replica in group.replicas]
         tokenizer, *infos = await all_or_none([reading, *starting])
         info: ReplicaInfo = infos[0]
+        shared = EngineGroupLoad(replica.name for replica in group.replicas)
         for item in infos:
             log("worker_ready", replica=item.name, pid=item.pid, dtype=item.dtype,
                 device=item.device, threads=item.threads)  # fmt: skip
@@ -257,7 +373,7 @@ class Fleet:
                 context=min(item.contexts[name] for item in infos),
                 max_sequences=info.max_sequences[name],
                 tokenizer=tokenizer,
-                replicas=ReplicaSet(name, group.replicas, info.max_sequences[name]),
+                replicas=ReplicaSet(name, group.replicas, info.max_sequences[name], shared),
                 series=SpecialistSeries(self.registry, name),
                 info=info,
                 clamp_max_tokens=self._clamp_max_tokens,
@@ -269,7 +385,9 @@ class Fleet:
         return [replica for group in self._groups for replica in group.replicas]
 
 
-def _read_tokenizer(path: Path) -> Tokenizer:
+def _read_tokenizer(path: Path | None) -> Tokenizer | None:
+    if path is None:
+        return None
     from coterie.models.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path)
@@ -283,6 +401,21 @@ def _specialist(item: ServedSpecialist) -> Specialist:
     room = item.info.adapters
     nbytes = 0 if room is None else room.device_bytes
     return Specialist(item.name, item.info.generation, item.info.fingerprint, nbytes)
+
+
+def check_room(specialist: str, fixed: Sequence[FixedAdapter], served: ServedSpecialist) -> None:
+    """Refuse adapters that could never be on the device together, or that leave no context."""
+    room, cards = served.info.adapters, [item.profile.card for item in fixed]
+    nbytes = sum(item.profile.device_bytes or item.profile.card.nbytes for item in fixed)
+    param = f"specialists.{specialist}.adapters"
+    if room is None or nbytes > room.device_bytes:
+        most = 0 if room is None else room.device_bytes
+        text = f"their {nbytes / 1e6:.1f} MB do not fit in {most / 1e6:.1f} MB"
+        raise ConfigError(f"{param}: {text} (adapters.device_bytes)", param=param)
+    tokens = sum(card.num_virtual_tokens for card in cards)
+    if tokens + 2 > served.context:
+        text = f"their {tokens} soft tokens leave no place in a context of {served.context}"
+        raise ConfigError(f"{param}: {text}", param=param)
 
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

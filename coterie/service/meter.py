@@ -13,10 +13,12 @@ from coterie.core.moe import MoeUsage
 from coterie.core.plan import RoutePlan
 from coterie.obs.log import log
 from coterie.obs.metrics import Histogram, MetricRegistry, MetricValue
+from coterie.service.slo.board import EPOCH, SpecialistSlo
 
 if TYPE_CHECKING:
     pass
 
+DEFAULT_WINDOW_S = 86_400.0
 PHASES = ("grammar", "queue", "adapters", "prefill", "decode", "moe_stall", "moe_io")
 
 
@@ -45,6 +47,10 @@ class SpecialistSeries:
         self.request_max_tokens = self._histogram("vllm:request_params_max_tokens")
         self.request_choices = self._histogram("vllm:request_params_n")
         self.prompt_cached = self._value("vllm:prompt_tokens_cached")
+
+        self.admitted_time = self._histogram("coterie_admission_to_first_token_seconds")
+        # replaced when the service starts, with what was measured before
+        self.slo = SpecialistSlo(DEFAULT_WINDOW_S)
 
         self._spent = {
             phase: registry.value("coterie_request_seconds", specialist, phase) for phase in PHASES
@@ -77,20 +83,29 @@ class RequestMeter:
 
     __slots__ = (
         "_arrived_at", "_last_at", "_lengths", "_num_tokens", "_series", "_started", "_started_at",
-        "first_token_s", "max_tokens",
+        "_usage", "admitted_at", "first_token_s", "max_tokens",
     )  # fmt: skip
 
     def __init__(self, series: SpecialistSeries, arrived_at: float, choices: int) -> None:
         self._series = series
         # token limit of a choice; known when the prompt has been tokenised
         self.max_tokens: int | None = None
-        self._arrived_at = arrived_at
+        self._arrived_at = self.admitted_at = arrived_at
         self._last_at = [0.0] * choices
         self._lengths = [0] * choices
         self._num_tokens = 0
+        # known at the end
+        self._usage: Usage | None = None
         self._started: Started | None = None
         self._started_at = 0.0
         self.first_token_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the answer so far."""
+        if self._usage is not None:
+            return self._usage.prompt_tokens + self._usage.completion_tokens
+        return self._num_tokens + (0 if self._started is None else self._started.prompt_tokens)
 
     def so_far(self, request_id: str, reason: str) -> Finished:
         """A `Finished` event for a request whose engine sends nothing more."""
@@ -121,10 +136,11 @@ class RequestMeter:
                 before = last_at[event.choice]
                 last_at[event.choice] = now
                 if before and tokens:
-                    series.inter_token.observe((now - before) / tokens, tokens)
+                    gap_s = (now - before) / tokens
+                    series.inter_token.observe(gap_s, tokens)
+                    series.slo.tokens(EPOCH + now, gap_s, tokens)
                 elif self.first_token_s is None:
-                    self.first_token_s = now - self._arrived_at
-                    series.first_token.observe(self.first_token_s)
+                    self._first_token(now)
             elif isinstance(event, Started):
                 self._started, self._started_at = event, now
                 series.prompt_tokens.add(event.prompt_tokens)
@@ -133,6 +149,13 @@ class RequestMeter:
                 series.prompt_cached.add(event.cached_tokens)
             else:
                 self._ended(event, now)
+
+    def _first_token(self, now: float) -> None:
+        series, since_admission_s = self._series, now - self.admitted_at
+        self.first_token_s = now - self._arrived_at
+        series.first_token.observe(self.first_token_s)
+        series.admitted_time.observe(since_admission_s)
+        series.slo.first_token(EPOCH + now, self.first_token_s, since_admission_s)
 
     def _ended(self, event: Finished | Failed, now: float) -> None:
         series = self._series
@@ -144,11 +167,20 @@ class RequestMeter:
                 model=series.specialist, duration_ms=round(duration_s * 1e3, 1),
             )  # fmt: skip
             return
+        self._usage = event.usage
+        self._count_late(event.usage)
         series.end_to_end.observe(duration_s)
         self._observe_phases(event)
         series.preemptions.add(event.timings.num_preemptions)
+        series.slo.ended(EPOCH + now, event.timings.num_preemptions)
         for reason in event.choices[:1]:
             series.registry.value("vllm:request_success", series.specialist, reason).add()
+
+    def _count_late(self, usage: Usage) -> None:
+        """Tokens of which only the end told: a server elsewhere counts them itself."""
+        known = 0 if self._started is None else self._started.prompt_tokens
+        self._series.prompt_tokens.add(max(usage.prompt_tokens - known, 0))
+        self._series.generation_tokens.add(max(usage.completion_tokens - self._num_tokens, 0))
 
     def _observe_phases(self, event: Finished) -> None:
         """The phases and sizes of a request, as vLLM's dashboards show them."""

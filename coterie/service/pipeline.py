@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from coterie.core.errors import CoterieError, Unavailable, WeightsError, from_code
+from coterie.core.errors import (
+    AdmissionOffer,
+    CoterieError,
+    Overloaded,
+    Unavailable,
+    WeightsError,
+    from_code,
+)
 from coterie.core.events import Delta, Event, Failed, Finished, InferenceMetrics, Started
-from coterie.core.plan import RoutePlan
+from coterie.core.plan import AlternateSpecialist, RoutePlan
+from coterie.core.quick_init import quick_init
 from coterie.core.request import (
-    EVERY_RIGHT,
+    Chat,
     InferenceRequest,
     KeyRights,
     Prompt,
     ResponseFormat,
     RouteHints,
     Sampling,
-    own_tenant,
 )
 from coterie.core.sampling import VENDOR_DEFAULTS
 from coterie.core.settings import JobSettings
@@ -34,15 +42,22 @@ from coterie.models.text.tokenizer import is_long
 from coterie.service.adapters.admin import AdapterAdmin
 from coterie.service.adapters.catalog import AdapterLease
 from coterie.service.adapters.conversation import ConversationPredictor
+from coterie.service.ensemble import EnsembleService
 from coterie.service.finish import Finisher
-from coterie.service.fleet import Fleet, ModelCard, ServiceHealth
+from coterie.service.fleet import Fleet, ModelCard, ServedSpecialist, ServiceHealth
 from coterie.service.jobs.service import JobService
 from coterie.service.jobs.store import JobStore
 from coterie.service.meter import RequestMeter, RouteMeter
 from coterie.service.plan import LeftOutAdapter, RequestPlanner, RequestRun, with_lowered_priority
+from coterie.service.quotas import QuotaExceeded, QuotaState, QuotaUse, TenantQuotas
+from coterie.service.receipts.stamp import OnReceipt, OpenReceipt, ReceiptWriter
 from coterie.service.records.log import InferenceRecords
+from coterie.service.responses.store import ResponseStore
+from coterie.service.shadow.runner import ShadowRunner
+from coterie.service.snapshot import ServingSnapshot
 from coterie.service.submit.submitter import Submitter, assignment, tokenise
 from coterie.service.validate.validators import AnswerValidators
+from coterie.workers.remote.body import check_format
 
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
@@ -62,8 +77,11 @@ class PipelineParts:
     validators: AnswerValidators
     job_store: JobStore
     job_settings: JobSettings
+    ensemble: EnsembleService
+    responses: ResponseStore
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
     """A request with its plan. It keeps its adapters until it has run or is dropped."""
@@ -72,19 +90,22 @@ class PlannedRequest:
     lease: AdapterLease
     # the dialect's defaults for values that the request leaves out
     vendor: Sampling
+    receipt: OpenReceipt
 
     @property
     def plan(self) -> RoutePlan:
         return self.run.plan
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer | None:
+        """None if another server answers: then tokens are not known here."""
         return self.run.served.tokenizer
 
     def set_format(self, answer_format: ResponseFormat | None) -> None:
         """Constrain the answer to `answer_format`: the caller's format, written for the model that
         answers."""
-        self.run.request = replace(self.run.request, response_format=answer_format)
+        if answer_format is not self.run.request.response_format:
+            self.run.request = replace(self.run.request, response_format=answer_format)
         self.run.response_format = answer_format or self.plan.tuned.response_format
 
 
@@ -93,7 +114,9 @@ class Pipeline:
         self._fleet = parts.fleet
         self.registry = parts.fleet.registry
         self.adapters, self.records = parts.adapters, parts.records
+        self.receipts = ReceiptWriter(parts.records, self._config_digest)
         self.jobs = JobService(self, parts.job_store, parts.job_settings)
+        self.responses = parts.responses
         self._validators = parts.validators
         self._routes = RouteMeter(self.registry)
         self._planner = RequestPlanner(parts.fleet, self._routes)
@@ -101,32 +124,59 @@ class Pipeline:
         self._submitter = Submitter()
         self._conversations = ConversationPredictor(self.registry)
         self._finisher = Finisher(parts.validators, parts.records)
+        self.quotas = TenantQuotas()
+        self.ensemble = parts.ensemble
+        self.records.on_verdict = self.ensemble.verdict
         self._counting = asyncio.Lock()
+        self._started = False
         self._draining = False
         self._open = 0
-        # by tenant; a tenant that is not in it has all rights
-        self.rights: Mapping[str, KeyRights] = {}
+
+    @property
+    def snapshot(self) -> ServingSnapshot:
+        """The settings that a request which arrives now reads until its end."""
+        return self._fleet.snapshot
+
+    @property
+    def fleet(self) -> Fleet:
+        return self._fleet
+
+    def set_rights(self, rights: Mapping[str, KeyRights] | None) -> None:
+        """By tenant; a tenant that is not in it may do nothing. None = everybody has every
+        right."""
+        self._fleet.set_rights(rights)
 
     async def start(self) -> None:
         await self.records.start()
         try:
             await self._fleet.start()
+            runner = ShadowRunner(self._fleet, self._submitter, self._finisher, self._grammars)
+            try:
+                await self.ensemble.start(runner)
+            except BaseException:
+                await self._fleet.close()
+                raise
         except BaseException:
             await self.records.close()
             raise
         await self.jobs.start()
+        await self.responses.start()
+        self._started = True
 
     async def drain(self) -> None:
         """Refuse new requests and let the running ones end."""
         self.jobs.pause()
         self._draining = True
+        await self.ensemble.stop_shadows()
         await self._fleet.drain()
 
     async def close(self) -> None:
         await self.jobs.close()
         self._draining = True
+        await self.ensemble.close()
         await self._fleet.close()
         await self._finisher.settled()
+        await self.responses.close()
         await self.records.close()
         await self._validators.close()
         await self._grammars.close()
@@ -137,26 +187,49 @@ class Pipeline:
         vendor: Sampling = VENDOR_DEFAULTS,
         on_plan: Callable[[RoutePlan], None] | None = None,
         on_abort: Callable[[InferenceMetrics], None] | None = None,
+        on_receipt: OnReceipt | None = None,
     ) -> AsyncGenerator[Event, None]:
-        """Plan and run: the events of `request`. `on_plan` is called with every plan."""
-        planned = self.plan(request, vendor)
+        """Plan and run: the events of `request`. `on_plan` is called with every plan, `on_receipt`
+        with the receipt each time it changes."""
+        planned = self.plan(request, vendor, on_receipt)
         if on_plan is not None:
             on_plan(planned.plan)
         return self.run(planned, on_plan, on_abort)
 
-    def plan(self, request: InferenceRequest, vendor: Sampling = VENDOR_DEFAULTS) -> PlannedRequest:
+    def plan(
+        self,
+        request: InferenceRequest,
+        vendor: Sampling = VENDOR_DEFAULTS,
+        on_receipt: OnReceipt | None = None,
+    ) -> PlannedRequest:
         """Decide who answers. `vendor`: the dialect's defaults for values that were left out.
 
-        The request then uses the digests that its names mean at this moment.
+        The request then uses the digests that its names mean at this moment. A refusal is stamped.
         """
-        if self._draining:
-            raise Unavailable("the server is shutting down")
-        requested = request.limits.priority
-        request = self.within_rights(request)
-        run = self._planner.plan(request, vendor)
+        receipt = self.receipts.begin(request, on_receipt)
+        try:
+            if self._draining:
+                raise Unavailable("the server is shutting down")
+            requested, snapshot = request.limits.priority, self._fleet.snapshot
+            request = snapshot.within_rights(request)
+            run = self._steered(self._planner.plan(request, vendor, snapshot), vendor, receipt)
+        except CoterieError as error:
+            receipt.refused(error)
+            raise
         if request.limits.priority < requested:
             run.plan = with_lowered_priority(run.plan, requested, request.limits.priority)
-        return PlannedRequest(run, self._fleet.catalog.hold(run.plan.adapters), vendor)
+        lease = self._fleet.catalog.hold(run.plan.adapters)
+        return PlannedRequest(run, lease, vendor, receipt)
+
+    def _steered(self, run: RequestRun, vendor: Sampling, receipt: OpenReceipt) -> RequestRun:
+        """The run as breakers, load, canaries and shadows change it."""
+        try:
+            steered = self.ensemble.steer(run)
+        except CoterieError as error:
+            self.registry.value("coterie_rejections", run.served.name, error.code).add()
+            raise
+        receipt.steered(run, steered, self.ensemble.control)
+        return self._planner.plan_steered(run, vendor, steered)
 
     def run(
         self,
@@ -166,83 +239,174 @@ class Pipeline:
     ) -> AsyncGenerator[Event, None]:
         """The events of the request. `on_plan` is called with a plan that replaces the first one,
         `on_abort` with the metrics of a request that was closed before its end."""
-        if planned.plan.adapters:
-            return self._with_fallback(planned, on_plan or _ignored, on_abort or _ignored)
-        return self._events(planned.run, planned.lease, on_abort or _ignored)
+        plan, ended = planned.plan, on_abort or _ignored
+        if plan.alternates or plan.adapters or planned.run.served.is_remote:
+            return self._with_others(planned, on_plan or _ignored, ended)
+        return self._events(planned, ended)
 
-    async def _with_fallback(
+    async def _with_others(
         self,
         planned: PlannedRequest,
         on_plan: Callable[[RoutePlan], None],
         on_abort: Callable[[InferenceMetrics], None],
     ) -> AsyncGenerator[Event, None]:
-        """The events. If the adapters cannot be loaded and the caller did not name them, the events
-        of a plan without them. Until then only the plan was reported."""
-        has_started = False
-        events = self._events(planned.run, planned.lease, on_abort)
-        try:
-            async with aclosing(events):
-                async for event in events:
-                    if not has_started and isinstance(event, Failed):
-                        raise from_code(event.code, event.message)
-                    has_started = True
-                    yield event
-            return
-        except WeightsError:
-            if has_started:
-                raise
-        other = await self._without_damaged(planned)
-        on_plan(other.plan)
-        retried = self._events(other, self._fleet.catalog.hold(other.plan.adapters), on_abort)
-        async with aclosing(retried):
-            async for event in retried:
-                yield event
+        """The events. Before the first of them another plan may take the place of this one, each
+        kind once: without adapters that cannot be loaded and that the caller did not name; with the
+        specialist that stands in for another server that failed; with an alternate that the router
+        found likely enough, if there is no room. From the first token on nothing changes."""
+        attempt, is_remote = planned, planned.run.served.is_remote
+        refusal: Overloaded | None = None
+        while True:
+            is_first, has_started = attempt is planned, False
+            may_fail = is_first and (is_remote or bool(planned.plan.adapters))
+            other: PlannedRequest | None = None
+            events = self._events(attempt, on_abort)
+            try:
+                async with aclosing(events):
+                    async for event in events:
+                        if not has_started and may_fail and isinstance(event, Failed):
+                            raise from_code(
+                                event.code, event.message, retry_after_s=event.retry_after_s
+                            )
+                        has_started = True
+                        yield event
+                return
+            except Overloaded as refused:
+                if refusal is not None:
+                    # the first choice is what the caller should wait for
+                    raise refusal from None
+                # another specialist would cost the tenant as much
+                if not planned.plan.alternates or isinstance(refused, QuotaExceeded):
+                    raise
+                other = self._alternate(planned)
+                if other is None:
+                    refused.offer = self._offer(planned, refused.offer)
+                    raise
+                refusal = refused
+            except Unavailable:
+                if is_first and is_remote and not has_started:
+                    other = self._stand_in(planned)
+                if other is None:
+                    raise
+            except WeightsError:
+                if not may_fail or is_remote or has_started:
+                    raise
+            attempt = other or await self._without_damaged(planned)
+            on_plan(attempt.plan)
 
-    async def _without_damaged(self, planned: PlannedRequest) -> RequestRun:
+    def _offer(
+        self, planned: PlannedRequest, offer: AdmissionOffer | None
+    ) -> AdmissionOffer | None:
+        """The offer of a refusal, with another specialist that has room: the caller may accept one
+        that the router would not choose by itself."""
+        for other in self._with_room(planned):
+            return replace(offer or AdmissionOffer(), model=other.specialist)
+        return offer
+
+    def _alternate(self, planned: PlannedRequest) -> PlannedRequest | None:
+        """The most likely viable alternate that could take a request now."""
+        for other in self._with_room(planned):
+            if other.viable:
+                run = self._planner.plan_alternate(planned.run, planned.vendor, other)
+                self.registry.value("coterie_recoveries", planned.plan.specialist, "rerouted").add()
+                lease = self._fleet.catalog.hold(run.plan.adapters)
+                return replace(planned, run=run, lease=lease)
+        return None
+
+    def _with_room(self, planned: PlannedRequest) -> Iterator[AlternateSpecialist]:
+        """Alternates that the tenant may use, that no breaker took out and that have room."""
+        allowed = planned.run.request.hints.allowed
+        for other in planned.plan.alternates:
+            if other.specialist == planned.plan.specialist:
+                continue
+            if (allowed and other.specialist not in allowed) or not self.ensemble.may_answer(
+                other.specialist
+            ):
+                continue
+            found = self._fleet.find(other.specialist)
+            if found.replicas.has_room() and _reads_alike(planned.run, found):
+                yield other
+
+    def _stand_in(self, planned: PlannedRequest) -> PlannedRequest | None:
+        """The same request for the specialist that stands in."""
+        steered = self.ensemble.instead(planned.run)
+        if steered is None:
+            return None
+        other = self._fleet.find(steered.specialist)
+        # one attempt more, not a chain of them
+        if other.is_remote or not _reads_alike(planned.run, other):
+            return None
+        run = self._planner.plan_steered(planned.run, planned.vendor, steered)
+        lost = planned.plan.specialist
+        self.registry.value("coterie_recoveries", lost, "stood_in").add()
+        return replace(planned, run=run, lease=self._fleet.catalog.hold(run.plan.adapters))
+
+    async def _without_damaged(self, planned: PlannedRequest) -> PlannedRequest:
+        """The same request without the adapters that could not be loaded."""
         catalog, run, plan = self._fleet.catalog, planned.run, planned.plan
         damaged = await catalog.find_damaged(plan.adapters)
         gone = damaged or list(plan.adapters)
         names = ", ".join(item.name for item in gone)
         why = "its files are damaged" if damaged else "it could not be loaded"
-        if plan.trace is None or self._fleet.router.resolve(run.request.hints).adapters:
+        fixed = run.snapshot.fixed_digests(plan.specialist)
+        named = plan.trace is None or run.snapshot.router.resolve(run.request.hints).adapters
+        if named or any(item.digest in fixed for item in gone):
             raise Unavailable(f"{names}: {why} on this server; it has to be installed again")
         self.registry.value("coterie_recoveries", run.served.name, "expert_left_out").add()
         left_out = [LeftOutAdapter(item, why) for item in gone]
-        return self._planner.plan_without(run, planned.vendor, left_out)
+        other = self._planner.plan_without(run, planned.vendor, left_out)
+        return replace(planned, run=other, lease=catalog.hold(other.plan.adapters))
+
+    def _config_digest(self) -> str:
+        snapshot = self._fleet.current_snapshot
+        return "" if snapshot is None else snapshot.config.digest
+
+    def count_request(self, request: InferenceRequest) -> QuotaUse:
+        """Count a request that will run later. Raises Overloaded if its tenant's quota is used
+        up."""
+        return self.quotas.enter(self._fleet.snapshot.config.tenant(request.tenant))
+
+    def quota_states(self, tenant: str) -> Sequence[QuotaState]:
+        """What is left of the tenant's quotas; nothing for a tenant without quotas."""
+        snapshot = self._fleet.current_snapshot
+        settings = None if snapshot is None else snapshot.config.tenant(tenant)
+        return () if settings is None else self.quotas.state(settings)
 
     def within_rights(self, request: InferenceRequest) -> InferenceRequest:
-        """`request` limited to the rights of its key."""
-        rights = self.rights.get(own_tenant(request.tenant), EVERY_RIGHT)
-        limits = replace(
-            request.limits,
-            priority=min(request.limits.priority, rights.priority),
-            max_running=rights.max_running,
-        )
-        return request if limits == request.limits else replace(request, limits=limits)
+        """`request` limited to the rights of its tenant."""
+        return self._fleet.snapshot.within_rights(request)
 
     async def _events(
-        self, run: RequestRun, lease: AdapterLease, on_abort: Callable[[InferenceMetrics], None]
+        self, planned: PlannedRequest, on_abort: Callable[[InferenceMetrics], None]
     ) -> AsyncGenerator[Event, None]:
-        with lease:
-            meter = RequestMeter(
-                run.served.series, run.request.arrived_at, run.plan.sampling.n or 1
-            )
+        run, receipt, lease = planned.run, planned.receipt, planned.lease
+        with lease, self.ensemble.primary(run.served):
+            meter = RequestMeter(run.served.series, run.request.arrived_at, run.num_choices)
             try:
-                if run.plan.adapters:
-                    self._submitter.preload(run.served, run.plan.adapters)
-                work = await assignment(run, lease.virtual_tokens, self._grammars)
                 is_job = run.request.submitted_at is not None
-                replica, event_queue = await self._submitter.enqueue(
-                    run.served, work, is_accepted=is_job
-                )
+                with self.quotas.enter(run.tenant, is_accepted=is_job) as quota:
+                    if run.plan.adapters:
+                        self._submitter.preload(run.served, run.plan.adapters)
+                    work = await assignment(run, lease.virtual_tokens, self._grammars)
+                    quota.reserve(work.num_prompt_tokens, (run.max_tokens or 0) * run.num_choices)
+                    replica, event_queue = await self._submitter.enqueue(
+                        run.served,
+                        work,
+                        partial(self._admitted, planned, meter),
+                        is_accepted=is_job,
+                    )
                 self._conversations.turn(run.request, run.plan.adapters)
             except CoterieError as error:
                 self.registry.value("coterie_rejections", run.served.name, error.code).add()
+                receipt.refused(error, run)
                 raise
             except asyncio.CancelledError:
-                on_abort(self._finisher.so_far(run, meter))
+                metrics = self._finisher.so_far(run, meter)
+                receipt.cut_off(run, metrics)
+                on_abort(metrics)
                 raise
             meter.max_tokens = run.max_tokens
+            run.replica = replica.name
             ended, keeps_text = False, run.may_be_validated
             self._open += 1
             try:
@@ -255,27 +419,53 @@ class Pipeline:
                                 run.texts.append(event.text)
                         elif isinstance(event, Started):
                             lease.start()
-                            event = replace(
-                                event, max_tokens=run.max_tokens, prompt_ids=run.prompt_ids
+                            event = Started(
+                                event.request_id,
+                                event.replica,
+                                event.prompt_tokens,
+                                event.cached_tokens,
+                                event.prompt_logprobs,
+                                run.max_tokens,
+                                run.prompt_ids,
+                                event.stored_tokens,
                             )
                         else:
-                            event = await self._ended(run, event, meter)
+                            if isinstance(event, Failed) and meter.first_token_s is None:
+                                # as a refusal; another specialist may answer and count it
+                                quota.cancel()
+                            event = await self._ended(planned, event, meter)
                             ended = True
                         yield event
             finally:
+                quota.settle(meter.num_tokens)
                 self._open -= 1
                 event_queue.end()
                 if not ended:
-                    on_abort(self._finisher.abandoned(run, meter))
+                    metrics = self._finisher.abandoned(run, meter)
+                    receipt.cut_off(run, metrics)
+                    on_abort(metrics)
                     await replica.abort(run.request.id)
 
+    def _admitted(
+        self, planned: PlannedRequest, meter: RequestMeter, replica: str, outcome: str
+    ) -> None:
+        """Stamp the receipt before the request is sent. One that was rerouted stays so."""
+        # a worker may tell its verdict together with the first token
+        meter.admitted_at = time.monotonic()
+        outcome = planned.run.admission or outcome
+        self.registry.value("coterie_admissions", planned.run.served.name, outcome).add()
+        planned.receipt.admitted(planned.run, replica, outcome)
+
     async def _ended(
-        self, run: RequestRun, event: Finished | Failed, meter: RequestMeter
+        self, planned: PlannedRequest, event: Finished | Failed, meter: RequestMeter
     ) -> Finished | Failed:
+        run, receipt = planned.run, planned.receipt
         if isinstance(event, Failed):
-            self._finisher.failed(run, event, meter)
+            receipt.cut_off(run, self._finisher.failed(run, event, meter))
+            self.ensemble.failed(run, event.code)
             return event
-        finished = await self._finisher.finished(run, event)
+        finished = receipt.finished(run, await self._finisher.finished(run, event))
+        self.ensemble.answered(run, planned.vendor)
         self._routes.finished(finished)
         for adapters in self._conversations.ahead(run.request):
             self._submitter.load_ahead(run.served, adapters, self._fleet.catalog)
@@ -292,24 +482,33 @@ class Pipeline:
         """Raises InvalidRequest if the requested answer format cannot be enforced."""
         if request.response_format is not None:
             served = self._fleet.find(self.resolve(request.hints))
-            await self._grammars.check(request.response_format, served.tokenizer)
+            if served.tokenizer is None:
+                check_format(request.response_format)
+            else:
+                await self._grammars.check(request.response_format, served.tokenizer)
 
     async def tokenise(self, specialist: str | None, prompt: Prompt) -> list[int]:
         """The tokens of a prompt for `specialist`. A prompt that does not fit is tokenised too, up
         to `COUNTED` times the context; long prompts one at a time."""
         served = self._fleet.find(specialist)
         async with self._counting if is_long(prompt) else nullcontext():
-            return await tokenise(served.tokenizer, prompt, served.context, COUNTED)
+            return await tokenise(served.own_tokenizer(), prompt, served.context, COUNTED)
 
     def tokenizer(self, specialist: str | None) -> Tokenizer:
-        return self._fleet.find(specialist).tokenizer
+        """Raises UnsupportedFeature for a specialist on another server."""
+        return self._fleet.find(specialist).own_tokenizer()
 
-    def models(self) -> tuple[ModelCard, ...]:
-        return self._fleet.cards()
+    def models(self, tenant: str | None = None) -> tuple[ModelCard, ...]:
+        """The cards of all models, or of those that a tenant may use."""
+        return self._fleet.cards(self._may_use(tenant))
 
-    def model(self, name: str | None) -> ModelCard:
+    def model(self, name: str | None, tenant: str | None = None) -> ModelCard:
         """The card for any model name that a request may use, also `base:a@1.0+b`."""
-        return self._fleet.card(name)
+        return self._fleet.card(name, self._may_use(tenant))
+
+    def _may_use(self, tenant: str | None) -> tuple[str, ...]:
+        snapshot = self._fleet.current_snapshot
+        return () if tenant is None or snapshot is None else snapshot.config.may_use(tenant)
 
     def expected_wait_s(self, specialist: str | None = None) -> float:
         """Estimated time until a new request would get its first token."""
@@ -321,20 +520,35 @@ class Pipeline:
         return self._open
 
     def health(self) -> ServiceHealth:
-        return self._fleet.health(draining=self._draining)
+        return self._fleet.health(is_open=self._started and not self._draining)
 
     def metrics_text(self) -> str:
         registry = self._fleet.registry
         registry.value("coterie_gateway_cpu_seconds").set(time.process_time())
         registry.value("coterie_gateway_open_streams").set(self._open)
         registry.value("coterie_records_dropped").set(self.records.dropped)
+        registry.value("coterie_responses_dropped").set(self.responses.dropped)
         for status, count in self.jobs.counts().items():
             registry.value("coterie_jobs", status).set(count)
         for verdict, count in self.records.verdicts.items():
             registry.value("coterie_feedback", verdict).set(count)
         registry.value("coterie_recoveries", "gateway", "job_taken_up").set(self.jobs.taken_up)
+        registry.value("coterie_recoveries", "gateway", "receipt").set(self.records.recovered)
         self._fleet.measure()
+        self.ensemble.measure()
         return registry.render()
+
+
+def _reads_alike(run: RequestRun, other: ServedSpecialist) -> bool:
+    """Whether another specialist could answer what was prepared for the planned one: calls of tools
+    are written for one tokenizer, and a format for one that thinks or does not."""
+    mine, theirs, prompt = run.served.tokenizer, other.tokenizer, run.request.prompt
+    if mine is theirs:
+        return True
+    if isinstance(prompt, Chat) and prompt.tools:
+        return False
+    thinks = any(item is not None and item.reasoning is not None for item in (mine, theirs))
+    return run.request.response_format is None or not thinks
 
 
 def _ignored(_: object) -> None:

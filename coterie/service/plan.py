@@ -6,16 +6,27 @@ Runs on the event loop as the first step of a request; nothing here waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from coterie.core.adapters import AdapterProfile
-from coterie.core.plan import AdapterChoice, Candidate, RoutePlan
+from coterie.core.ensemble import TenantSettings
+from coterie.core.plan import (
+    AdapterChoice,
+    AlternateSpecialist,
+    Candidate,
+    RoutePlan,
+    RouteTrace,
+)
+from coterie.core.quick_init import quick_init
+from coterie.core.receipt import CLOSED
 from coterie.core.request import AdapterHint, InferenceRequest, ResponseFormat, Sampling
 from coterie.packages.adapter_kinds import is_exact
+from coterie.service.breaker.steering import SteeredPlan
 from coterie.service.fleet import Fleet
 from coterie.service.meter import RouteMeter
+from coterie.service.snapshot import ServingSnapshot
 
 if TYPE_CHECKING:
     from coterie.service.fleet import ServedSpecialist
@@ -28,34 +39,114 @@ class RequestPlanner:
     def __init__(self, fleet: Fleet, meter: RouteMeter) -> None:
         self._fleet, self._meter = fleet, meter
 
-    def plan(self, request: InferenceRequest, vendor: Sampling) -> RequestRun:
+    def plan(
+        self, request: InferenceRequest, vendor: Sampling, snapshot: ServingSnapshot
+    ) -> RequestRun:
         began = time.monotonic()
-        plan = self._fleet.router.plan(request, vendor)
+        plan = first = snapshot.router.plan(request, vendor)
         # a caller of a vendor's dialect gets exactly the adapters it named, or an error
         if plan.adapters and plan.trace is not None:
-            plan = self._fitted(request, vendor, plan)
+            plan = self._fitted(request, vendor, plan, snapshot)
         routed_at = time.monotonic()
         self._meter.planned(plan, routed_at - began)
         served = self._fleet.find(plan.specialist)
+        was_reduced = plan is not first
+        if served.is_remote:
+            plan = replace(plan, sampling=remote_sampling(request, plan))
         answer_format = request.response_format or plan.tuned.response_format
-        return RequestRun(request, plan, served, routed_at, routed_at - began, answer_format)
+        router_s = routed_at - began
+        run = RequestRun(request, plan, served, routed_at, router_s, snapshot, answer_format)
+        run.was_reduced = was_reduced
+        return run
 
     def plan_without(
         self, run: RequestRun, vendor: Sampling, left: list[LeftOutAdapter]
     ) -> RequestRun:
         """The plan without the adapters that could not be loaded."""
         request = request_without(run.request, run.plan, left)
-        planned = self.plan(request, vendor)
+        planned = self.plan(request, vendor, run.snapshot)
         if {item.digest for item in planned.plan.adapters} & {i.adapter.digest for i in left}:
-            planned = self.plan(base_alone(run.request, run.plan), vendor)
+            planned = self.plan(base_alone(run.request, run.plan), vendor, run.snapshot)
         planned.plan = with_left_out(planned.plan, left)
         self._meter.degraded(planned.plan)
         return planned
 
-    def _fitted(self, request: InferenceRequest, vendor: Sampling, plan: RoutePlan) -> RoutePlan:
+    def plan_alternate(
+        self, run: RequestRun, vendor: Sampling, alternate: AlternateSpecialist
+    ) -> RequestRun:
+        """The plan with another specialist than the first choice, which cannot take the request."""
+        first = run.plan
+        tune = run.request.hints.tune or first.trace is not None
+        hints = replace(run.request.hints, model=alternate.specialist, adapters=(), tune=tune)
+        planned = self.plan(replace(run.request, hints=hints), vendor, run.snapshot)
+        planned.request, planned.routed = run.request, run.routed or first
+        reason = f"rerouted: {first.specialist} cannot take it now"
+        planned.plan = replace(
+            planned.plan,
+            confidence=alternate.probability,
+            reasons=(*first.reasons, *planned.plan.reasons, reason),
+            trace=_routed_trace(first, planned.plan),
+            lowered_priority=first.lowered_priority,
+            intent=first.intent,
+            alternates=(),
+        )
+        planned.admission, planned.breaker = "rerouted", run.breaker
+        return planned
+
+    def plan_steered(self, run: RequestRun, vendor: Sampling, steered: SteeredPlan) -> RequestRun:
+        """The plan as the ensemble's state changes it: another specialist, or a canary's adapters;
+        and the shadow."""
+        routed, request, planned = run.plan, run.request, run
+        adapters = steered.adapters
+        fixed = run.snapshot.fixed_digests(routed.specialist)
+        if adapters is not None and any(item.digest in fixed for item in routed.adapters):
+            # the router would add the version that the settings name
+            planned.plan, adapters = replace(routed, adapters=adapters), None
+        if steered.specialist != routed.specialist or adapters is not None:
+            named = tuple(AdapterHint(item.name, item.weight) for item in adapters or ())
+            tune = request.hints.tune or routed.trace is not None
+            hints = replace(request.hints, model=steered.specialist, adapters=named, tune=tune)
+            planned = self.plan(replace(request, hints=hints), vendor, run.snapshot)
+            planned.request, planned.routed = request, routed
+            planned.plan = replace(
+                planned.plan,
+                confidence=routed.confidence,
+                reasons=routed.reasons,
+                trace=_routed_trace(routed, planned.plan),
+                intent=routed.intent,
+            )
+        planned.breaker, planned.shadow_why = steered.breaker, steered.shadow_why
+        changed = (steered.shadow, steered.reasons, steered.alternates)
+        if changed != (planned.plan.shadow, (), planned.plan.alternates):
+            plan = planned.plan
+            # as `replace`, in less time
+            planned.plan = RoutePlan(
+                plan.request_id,
+                plan.specialist,
+                plan.adapters,
+                plan.sampling,
+                plan.confidence,
+                (*plan.reasons, *steered.reasons),
+                plan.tuned,
+                plan.trace,
+                plan.lowered_priority,
+                plan.intent,
+                steered.alternates,
+                steered.shadow,
+            )
+        return planned
+
+    def _fitted(
+        self,
+        request: InferenceRequest,
+        vendor: Sampling,
+        plan: RoutePlan,
+        snapshot: ServingSnapshot,
+    ) -> RoutePlan:
         gone: list[LeftOutAdapter] = []
         tries = 0
-        while left := left_out(plan, self._room(request, plan), self._profile):
+        fixed = snapshot.fixed_digests(plan.specialist)
+        while left := left_out(plan, self._room(request, plan), self._profile, fixed):
             gone += left
             tries += 1
             reduced = (
@@ -63,7 +154,8 @@ class RequestPlanner:
                 if tries > MAX_TRIES
                 else request_without(request, plan, left)
             )
-            request, plan = reduced, self._fleet.router.plan(reduced, vendor)
+            request, plan = reduced, snapshot.router.plan(reduced, vendor)
+            fixed = snapshot.fixed_digests(plan.specialist)
         return with_left_out(plan, gone)
 
     def _room(self, request: InferenceRequest, plan: RoutePlan) -> AdapterLimits:
@@ -88,6 +180,8 @@ class RequestRun:
     # time.monotonic() when the plan was ready, and the seconds it took
     routed_at: float
     router_s: float
+    # the settings that it reads until its end
+    snapshot: ServingSnapshot
     # the format of the answer: the caller's, or that of the adapter if it is the only one
     response_format: ResponseFormat | None = None
     # seconds that checking the format took
@@ -96,6 +190,20 @@ class RequestRun:
     max_tokens: int | None = None
     # the tokens of the prompt
     prompt_ids: tuple[int, ...] = ()
+    # "rerouted" if its first choice had no room; otherwise admission says
+    admission: str = ""
+    # the replica that runs it; known when it was admitted
+    replica: str = ""
+    # of the specialist that was chosen first: closed, shadow_only or ejected
+    breaker: str = CLOSED
+    # why `plan.shadow` answers too: unsure, fresh or sample
+    shadow_why: str = ""
+    # the router's plan, if someone else answers in its place
+    routed: RoutePlan | None = None
+    # whether its answer was valid; None = not judged
+    outcome: bool | None = None
+    # adapters that the router chose were left out, because they do not fit into memory
+    was_reduced: bool = False
     # text of the first choice, in pieces; only if it may be validated
     texts: list[str] = field(default_factory=list)
 
@@ -108,7 +216,43 @@ class RequestRun:
         """Whether a validator may exist for the answer."""
         plan = self.plan
         known = self.response_format is not None or plan.trace is not None
-        return known or bool(plan.adapters)
+        return known or bool(plan.adapters) or bool(self.checks)
+
+    @property
+    def num_choices(self) -> int:
+        return self.plan.sampling.n or 1
+
+    @property
+    def tenant(self) -> TenantSettings | None:
+        """The settings of its tenant, if it has any."""
+        return self.snapshot.config.tenant(self.request.tenant)
+
+    @property
+    def checks(self) -> tuple[str, ...]:
+        """The validators that the specialist's settings name."""
+        settings = self.snapshot.config.specialists.get(self.plan.specialist)
+        return () if settings is None else settings.checks
+
+
+def remote_sampling(request: InferenceRequest, plan: RoutePlan) -> Sampling:
+    """What a server elsewhere is told: the caller's values and the tuned ones that every server
+    knows. What nobody set is left to its defaults, and no seed is drawn here."""
+    given, resolved = request.sampling, plan.sampling
+    if plan.trace is not None:
+        given = replace(
+            given,
+            temperature=resolved.temperature,
+            top_p=resolved.top_p if given.top_p is None and resolved.top_p != 1.0 else given.top_p,
+        )
+    return replace(given, n=resolved.n, num_beams=resolved.num_beams)
+
+
+def _routed_trace(routed: RoutePlan, steered: RoutePlan) -> RouteTrace | None:
+    """How the router decided, with what was tuned for the one who answers in its place."""
+    if routed.trace is None or steered.trace is None:
+        return routed.trace or steered.trace
+    trace = routed.trace
+    return replace(steered.trace, classified=trace.classified, router_version=trace.router_version)
 
 
 def with_lowered_priority(plan: RoutePlan, requested: int, allowed: int) -> RoutePlan:
@@ -121,6 +265,7 @@ def with_lowered_priority(plan: RoutePlan, requested: int, allowed: int) -> Rout
 MIN_TOKENS = 2
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
     """The limits for the adapters of one request."""
@@ -141,9 +286,13 @@ class LeftOutAdapter:
 
 
 def left_out(
-    plan: RoutePlan, room: AdapterLimits, profile: Callable[[str], AdapterProfile | None]
+    plan: RoutePlan,
+    room: AdapterLimits,
+    profile: Callable[[str], AdapterProfile | None],
+    fixed: Collection[str] = (),
 ) -> list[LeftOutAdapter]:
-    """The adapters of the plan that do not fit. Adapters with better scores get room first.
+    """The adapters of the plan that do not fit. Those with digests in `fixed` get room first, then
+    those with better scores.
 
     An adapter that requires others is kept together with them, or not at all.
     """
@@ -160,7 +309,7 @@ def left_out(
         return []
     scores = {} if plan.trace is None else {c.digest: c.score for c in plan.trace.candidates}
     kept: dict[str, AdapterProfile] = {}
-    for digest in sorted(known, key=lambda digest: -scores.get(digest, 0.0)):
+    for digest in sorted(known, key=lambda digest: (digest not in fixed, -scores.get(digest, 0.0))):
         wider = kept | _with_required(digest, known)
         if _fits(wider.values(), room):
             kept = wider
@@ -180,6 +329,7 @@ def request_without(
     if plan.trace is not None and plan.trace.candidates:
         names = tuple(item.adapter.name.partition("@")[0] for item in left)
         return replace(request, hints=replace(hints, exclude=hints.exclude + names))
+    # the router adds those that the specialist always runs with again
     kept = tuple(
         AdapterHint(item.name, item.weight) for item in plan.adapters if item.digest not in dropped
     )

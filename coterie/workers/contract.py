@@ -5,8 +5,8 @@ A `WorkerSpec` says what to load, a `WorkerCommand` what to do, a `WorkerReport`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from coterie.core.adapters import DEFAULTS, NO_MODULES, AdaptableModules, AdapterSettings
@@ -153,6 +153,20 @@ class WorkerReport:
             self.finished.append(event)
         else:
             self.failed.append(event)
+
+
+def merged_states(
+    known: Mapping[str, LaneState], reported: Iterable[LaneState]
+) -> dict[str, LaneState]:
+    """The states after a report. Prefix digests that it leaves out are as before."""
+    merged = dict(known)
+    for state in reported:
+        if state.prefix_digests is None:
+            before = known.get(state.lane)
+            digests = None if before is None else before.prefix_digests
+            state = replace(state, prefix_digests=digests or frozenset())
+        merged[state.lane] = state
+    return merged
 
 
 class Replica(Protocol):

@@ -41,6 +41,9 @@ class InFlightRequest:
     started_s: float = 0.0
     first_token_s: float = 0.0
     crashes: int = 0
+    # time.monotonic() of the last crash until an event comes again, then 0; and all such time
+    lost_at: float = 0.0
+    outage_s: float = 0.0
     # whether the running worker has it
     present: bool = True
     # timer for a deadline that passes without an event
@@ -58,8 +61,8 @@ class InFlightRequest:
 class InFlightRequests:
     def __init__(self) -> None:
         self._entries: dict[str, InFlightRequest] = {}
-        # number of requests that the running worker does not have
-        self._waiting = 0
+        # number of requests that the running worker does not have, and of suspects
+        self._waiting = self._num_suspects = 0
         # the worker missed a deadline and has been silent since
         self._is_late = False
         self._emptied = asyncio.Event()
@@ -88,7 +91,7 @@ class InFlightRequests:
     @property
     def quarantined(self) -> bool:
         """Whether a suspect waits or runs: then no other request may run."""
-        return any(entry.suspect for entry in self._entries.values())
+        return self._num_suspects > 0
 
     @property
     def working(self) -> bool:
@@ -179,6 +182,9 @@ class InFlightRequests:
         entry = self._entries.get(event.request_id)
         if entry is None:
             return
+        if entry.lost_at:
+            entry.outage_s += time.monotonic() - entry.lost_at
+            entry.lost_at = 0.0
         if isinstance(event, Delta):
             _take_delta(entry, event)
         elif not isinstance(event, Started):
@@ -202,6 +208,8 @@ class InFlightRequests:
             if not entry.present:
                 continue
             entry.crashes += 1
+            entry.lost_at = entry.lost_at or time.monotonic()
+            self._num_suspects += entry.crashes == SUSPECT_CRASHES
             self._set_present(entry, False)
             if len(entry.finished) == len(entry.emitted):
                 self._end(_synthesised(entry))
@@ -265,8 +273,9 @@ class InFlightRequests:
         entry = self._entries.pop(request_id, None)
         if entry is not None and entry.alarm is not None:
             entry.alarm.cancel()
-        if entry is not None and not entry.present:
-            self._waiting -= 1
+        if entry is not None:
+            self._waiting -= not entry.present
+            self._num_suspects -= entry.suspect
         if not self._entries:
             self._emptied.set()
         return entry
@@ -323,6 +332,7 @@ def _whole_timings(entry: InFlightRequest, event: Finished | Failed) -> Event:
         load_s=min(event.timings.load_s, entry.started_s),
         first_token_s=entry.first_token_s,
         decode_s=event.timings.total_s - entry.first_token_s,
+        outage_s=entry.outage_s,
     )
     usage = replace(
         event.usage,

@@ -20,6 +20,7 @@ from coterie.workers.contract import (
     WorkerCommand,
     WorkerReport,
     WorkerSpec,
+    merged_states,
 )
 from coterie.workers.in_flight import InFlightRequests
 from coterie.workers.loop import serve
@@ -141,7 +142,7 @@ class InprocReplica:
             ready.set_result(info)
 
     def _take(self, report: WorkerReport) -> None:
-        self._lanes = self._lanes | {state.lane: state for state in report.lanes}
+        self._lanes = merged_states(self._lanes, report.lanes)
         self._stats = report.stats
         if report.adapters is not None:
             self._adapters = report.adapters

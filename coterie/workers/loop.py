@@ -6,7 +6,9 @@ request that it belongs to, with every transport.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from coterie.core.events import Delta, Failed, Finished, Started
@@ -34,6 +36,7 @@ Publish = Callable[[WorkerReport], None]
 def serve(host: EngineHost, receive: Receive, publish: Publish) -> None:
     """Runs until a stop command. An exception of the engine ends the loop: its state is unknown."""
     engine, reported_version = host.engine, -1
+    prefixes = PrefixReports()
     while True:
         commands = receive(not engine.has_work())
         report = WorkerReport()
@@ -44,7 +47,7 @@ def serve(host: EngineHost, receive: Receive, publish: Publish) -> None:
         # step also if nothing is left to run: the Finished of an abort comes with the next step
         for event in engine.step():
             report.take(event)
-        report.lanes = engine.lane_states()
+        report.lanes = prefixes.without_known(engine.lane_states(), at_once=not engine.has_work())
         report.stats = engine.stats()
         if host.adapters is not None and host.adapters.version != reported_version:
             reported_version = host.adapters.version
@@ -52,6 +55,34 @@ def serve(host: EngineHost, receive: Receive, publish: Publish) -> None:
         drop_bad_values(report, fault_of)
         publish(report)
         host.save_if_due()
+
+
+# prefix digests that changed are sent this often, not with every step: they may be kilobytes
+PREFIXES_EVERY_S = 0.25
+
+
+class PrefixReports:
+    """Leaves out of the reports the prefix digests that the gateway already has."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._now = clock
+        # by lane: the digests that were sent, and when
+        self._sent: dict[str, tuple[frozenset[bytes] | None, float]] = {}
+
+    def without_known(
+        self, states: tuple[LaneState, ...], *, at_once: bool
+    ) -> tuple[LaneState, ...]:
+        """`at_once`: no report follows soon."""
+        now = self._now()
+        return tuple(self._trimmed(state, now, at_once) for state in states)
+
+    def _trimmed(self, state: LaneState, now: float, at_once: bool) -> LaneState:
+        sent, sent_at = self._sent.get(state.lane, (None, -PREFIXES_EVERY_S))
+        is_due = at_once or now - sent_at >= PREFIXES_EVERY_S
+        if state.prefix_digests is sent or not is_due:
+            return replace(state, prefix_digests=None)
+        self._sent[state.lane] = state.prefix_digests, now
+        return state
 
 
 def _apply(host: EngineHost, command: WorkerCommand, report: WorkerReport) -> None:

@@ -24,6 +24,7 @@ from coterie.workers.contract import (
     WorkerCommand,
     WorkerReport,
     WorkerSpec,
+    merged_states,
 )
 from coterie.workers.in_flight import InFlightRequests
 from coterie.workers.worker_process import (
@@ -283,7 +284,7 @@ class ProcessReplica:
 
     def _take(self, report: WorkerReport) -> None:
         self._reported_at = time.monotonic()
-        self._lanes = self._lanes | {state.lane: state for state in report.lanes}
+        self._lanes = merged_states(self._lanes, report.lanes)
         self._stats = report.stats
         if report.adapters is not None:
             self._adapters = report.adapters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import openai
 import pytest
 
 from tests.helpers.models.tiny import thinking_checkpoint, tiny_checkpoint
@@ -40,3 +41,16 @@ def strict_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     )
     yield served
     served.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def caller(taught_server: Served) -> Iterator[openai.OpenAI]:
+    """A client of the model that calls tools."""
+    with openai.OpenAI(base_url=f"{taught_server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made

@@ -32,6 +32,9 @@ class Connection:
 
     async def send(self, message: Any) -> None:
         self.sent.append(message)
+        if message.get("more_body") is False:
+            # uvicorn reports a disconnect after the last byte
+            self.gone.set()
 
     @property
     def body(self) -> bytes:
@@ -72,6 +75,19 @@ def test_a_refusal_is_raised_before_anything_is_sent() -> None:
 
     connection, error = talk(events)
     assert isinstance(error, Overloaded) and connection.sent == []
+
+
+def test_a_stream_that_was_read_to_its_end_is_not_a_client_that_left(quick: None) -> None:
+    async def events() -> Events:
+        yield Started("i", "r", 3, 0)
+        # longer than it takes to begin to watch the connection
+        await asyncio.sleep(0.1)
+        yield Delta("i", 0, "a", (1,), None, "length")
+        yield DONE
+
+    connection, error = talk(events)
+    assert error is None and connection.body.endswith(b"data: [DONE]\n\n")
+    assert connection.sent[-1]["more_body"] is False
 
 
 def test_a_deadline_before_the_first_token_is_a_refusal() -> None:

@@ -170,12 +170,17 @@ def test_a_job_outlives_the_call_that_brought_it(stub: Stub) -> None:
         ({"regex": "("}, _Code.INVALID_ARGUMENT, "regex"),
     ],
 )
-def test_refusals_name_the_field(stub: Stub, fields: Any, status: Any, param: str) -> None:
+def test_refusals_name_the_field_and_have_a_receipt(
+    stub: Stub, grpc_server: Served, fields: Any, status: Any, param: str
+) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         stub.call("Infer", pb.InferRequest(**{"prompt": "hello"} | fields))
     details = dict(refused.value.trailing_metadata())
     assert (refused.value.code(), details["coterie-param"]) == (status, param)
     assert details["x-request-id"].startswith("req_")
+    path = f"/v1/receipts/{details['x-coterie-receipt']}"
+    receipt = grpc_server.get(path, authorization=f"Bearer {KEY}")
+    assert receipt.status == 200 and receipt.json["admission"] == "refused"
     with pytest.raises(grpc.RpcError) as streamed:
         list(stub.call("InferStream", pb.InferRequest(**{"prompt": "hello"} | fields)))
     assert streamed.value.code() == status

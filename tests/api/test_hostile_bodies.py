@@ -20,6 +20,7 @@ from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.server_process import MAX_PROBE_S, Probe, Served, chat
 
 LIMIT = 4_000_000
+RESPONSES = "/v1/responses"
 CHAT, TEXT, MESSAGES, INFER = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/infer"
 # seconds of processor time that one body may cost the gateway
 MAX_CPU_S = 1.5
@@ -90,6 +91,50 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
         MESSAGES,
         lambda: filled(
             f'{{"model":"tiny","max_tokens":4,"messages":[{TURN}],"system":[', "5", "]}")),
+    "items": (RESPONSES, lambda: filled('{"model":"tiny","input":[', TURN, "]}")),
+    "items, bad last": (RESPONSES, lambda: filled('{"model":"tiny","input":[', TURN, "]}", "5")),
+    "thoughts": (
+        RESPONSES,
+        lambda: filled(
+            '{"model":"tiny","input":[', '{"type":"reasoning","summary":[]}', "]}")),
+    "references": (
+        RESPONSES,
+        lambda: (
+            '{"model":"tiny","input":['
+            + ",".join(f'{{"type":"item_reference","id":"msg_{i}"}}' for i in range(9_000))
+            + "]}").encode()),
+    "an item of its own fields": (
+        RESPONSES,
+        lambda: (
+            '{"model":"tiny","input":[{"role":"user","content":"x","deep":'
+            + "[" * 900 + "]" * 900 + "}]}").encode()),
+    "a tool that is never called": (
+        RESPONSES,
+        lambda: json.dumps({
+            "model": "tiny", "input": "x",
+            "tools": [{"type": "web_search", "where": "a" * 3_900_000}]}).encode()),
+    "a deep format": (
+        RESPONSES,
+        lambda: (
+            '{"model":"tiny","input":"x","text":{"format":'
+            + '{"type":' * 900 + "1" + "}" * 900 + "}}").encode()),
+    "metadata": (
+        RESPONSES,
+        lambda: (
+            '{"model":"tiny","input":"x","metadata":{'
+            + ",".join(f'"{i}":"x"' for i in range(50_000)) + "}}").encode()),
+    "a long item": (
+        RESPONSES,
+        lambda: json.dumps(
+            {"model": "tiny", "input": "The quick brown fox. " * 180_000}).encode()),
+    "a long item to cut": (
+        RESPONSES,
+        lambda: json.dumps(
+            {"model": "tiny", "input": "The quick brown fox. " * 180_000,
+             "truncation": "auto"}).encode()),
+    "items to count": (
+        "/v1/responses/input_tokens",
+        lambda: filled('{"model":"tiny","input":[', TURN, "]}", "5")),
     "unknown fields": (INFER, lambda: keys(random.Random(4))),
     "unknown fields of a grammar": (
         INFER,
@@ -189,7 +234,17 @@ def random_value(draw: random.Random, depth: int = 0) -> Any:
     return {str(i): random_value(draw, depth + 1) for i in range(draw.randrange(6))}
 
 
-FIELDS = ("messages", "prompt", "stop", "tools", "logit_bias", "experts", "metadata", "other")
+FIELDS = (
+    "messages",
+    "input",
+    "prompt",
+    "stop",
+    "tools",
+    "logit_bias",
+    "experts",
+    "metadata",
+    "other",
+)
 
 
 def random_body(draw: random.Random) -> bytes:
@@ -203,7 +258,7 @@ def random_body(draw: random.Random) -> bytes:
 def fires(served: Served, seed: int) -> None:
     draw = random.Random(seed)
     with Probe(served) as probe:
-        reply = served.post(draw.choice([CHAT, TEXT, MESSAGES]), random_body(draw))
+        reply = served.post(draw.choice([CHAT, TEXT, MESSAGES, RESPONSES]), random_body(draw))
     assert reply.status in (200, 400, 413), reply.body[:300]
     assert probe.worst_s < MAX_PROBE_S
 

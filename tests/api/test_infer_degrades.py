@@ -72,7 +72,7 @@ def test_a_suitable_expert_answers(house: Served) -> None:
 
 
 def test_no_suitable_expert_means_the_base_model(house: Served) -> None:
-    answer = infer(house, UNRELATED, explain=True)
+    answer = infer(house, UNRELATED, explain=True, temperature=0.0)
     assert answer["experts_used"] == [] and answer["model"] == "tiny"
     assert "base model alone" in answer["plan"]["reasons"][0]
     assert answer["tokens_generated"] == 8

@@ -58,6 +58,7 @@ RANGES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "force_experts": (("a", [""], ["a"] * 11, [1]), ([], ["a@1.0.0", "b"])),
     "exclude_experts": (("a", ["a"] * 101), (["a"] * 100,)),
     "max_experts": ((0, 11, 1.5), (1, 10)),
+    "intent": (("", "a b", "x" * 65, 5), ("text-to-sql", "x" * 64)),
     "context_size": ((15, 2**31), (16,)),
     "user_id": (("", "x" * 257, 5), ("x" * 256,)),
     "priority": ((-1, 10, "5"), (0, 9)),

@@ -101,10 +101,19 @@ def test_refusals_are_events_and_leave_the_connection_open(server: Served) -> No
             say(socket, **fields)
             event = hear(socket)
             assert (event["event"], event["error"]["param"]) == ("error", param)
+            # a cancellation asks for no answer
+            assert ("receipt_id" in event) == ("cancel" not in fields)
+            if "receipt_id" in event:
+                receipt = server.get(f"/v1/receipts/{event['receipt_id']}")
+                assert receipt.status == 200 and receipt.json["admission"] == "refused"
         socket.send("[1, 2]")
         assert "JSON object" in hear(socket)["error"]["message"]
         socket.send("{nothing")
-        assert "not valid JSON" in hear(socket)["error"]["message"]
+        event = hear(socket)
+        assert "not valid JSON" in event["error"]["message"]
+        assert server.get(f"/v1/receipts/{event['receipt_id']}").json["outcome"] == (
+            "invalid_request"
+        )
         socket.send(" ")
         assert "is empty" in hear(socket)["error"]["message"]
         say(socket, prompt="still here", max_tokens=2)

@@ -19,7 +19,7 @@ from coterie.api import errors
 from coterie.api.anthropic.parse import prompt_of
 from coterie.api.anthropic.render import MessageShape, MessageStream, stop_fields
 from coterie.api.anthropic.types import CountBody
-from coterie.api.auth import KeyRing, check_exposure, tenant_of
+from coterie.api.auth import AccessKeys, KeyRing, check_exposure, tenant_of
 from coterie.api.dialect import MAX_WAITING, CollectedAnswer, WholeAnswer, merged
 from coterie.api.door import Exchange
 from coterie.api.openai.chat import ChatShape, ChatStream
@@ -335,9 +335,34 @@ def test_key_files(tmp_path: Path) -> None:
     assert rights == [KeyRights(9, 8), KeyRights(5, 2), KeyRights()]
 
 
+def test_keys_of_a_tenant(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("one tenant=acme\ntwo tenant=acme\nthree tenant=łódź\nfour\n", encoding="utf-8")
+    ring = KeyRing.load(path)
+    keys = (b"one", b"two", b"three", b"four")
+    tenants = [ring.tenant([(b"x-api-key", key)]) for key in keys]
+    assert tenants == ["acme", "acme", "łódź", tenant_of(b"four")]
+    # their rights are in the settings
+    assert list(ring.rights) == [tenant_of(b"four")] and ring.tenants == {"acme", "łódź"}
+    with pytest.raises(ConfigError, match="'łódź'"):
+        AccessKeys(ring).check_tenants(["acme"])
+    AccessKeys(ring).check_tenants(["acme", "łódź"])
+
+
 @pytest.mark.parametrize(
     "line",
-    ["k priority=10", "k priority=", "k priority", "k max_running=0", "k fast", "k priority=9,8"],
+    [
+        "k priority=10",
+        "k priority=",
+        "k priority",
+        "k max_running=0",
+        "k fast",
+        "k priority=9,8",
+        "k tenant=",
+        "k tenant=a+b",
+        "k tenant=fast/x",
+        "k tenant=a priority=3",
+    ],
 )
 def test_a_right_that_is_not_known_is_refused_and_not_repeated(tmp_path: Path, line: str) -> None:
     path = tmp_path / "keys"

@@ -64,7 +64,8 @@ def normal(raw: bytes) -> str:
     text = re.sub(rf'("(?:content|text)":){_TEXT}', r'\1"TEXT"', text)
     text = re.sub(r'"text":"","logprobs"', '"text":"TEXT","logprobs"', text)
     text = re.sub(r'_tokens":\d+', '_tokens":N', text)
-    text = re.sub(r'"coterie":\{"timings":\{[^{}]*\}\}', '"coterie":{}', text)
+    receipt = r',"receipt":\{(?:[^{}]|\{[^{}]*\})*\}'
+    text = re.sub(r'"coterie":\{"timings":\{[^{}]*\}' + receipt + r"\}", '"coterie":{}', text)
     blocks = text.split("\n\n")
     kept = [b for i, b in enumerate(blocks) if i == 0 or b != blocks[i - 1]]
     return "\n\n".join(kept)

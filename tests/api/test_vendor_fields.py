@@ -11,9 +11,11 @@ import pytest
 
 from coterie.api.anthropic.types import MessagesBody
 from coterie.api.body_fields import IGNORED, ON_OPENAI_ALONE, REFUSED
-from coterie.api.door import reason_of
 from coterie.api.openai.types import ChatBody, CompletionBody
+from coterie.api.responses.parse import NOT_HERE
+from coterie.api.responses.types import ResponseBody
 from coterie.core.errors import InvalidRequest
+from coterie.core.receipt import reason_of
 from tests.helpers.serving.server_process import KEYS, Served
 
 SCHEMA: dict[str, Any] = {
@@ -82,6 +84,27 @@ def test_other_servers_fields_hold_an_answer(server: Served, name: str) -> None:
     assert keeps(reply.json["choices"][0]["text"], pattern), reply.body
 
 
+@pytest.mark.parametrize("name", HONOURED)
+def test_they_hold_a_response(server: Served, name: str) -> None:
+    value, pattern = HONOURED[name]
+    body = ASK | {"input": "say it", "max_tokens": None, "max_output_tokens": 40, name: value}
+    reply = server.post("/v1/responses", body)
+    assert keeps(reply.json["output"][0]["content"][0]["text"], pattern), reply.body
+
+
+def test_a_response_drops_nothing_that_a_chat_honours(server: Served) -> None:
+    """Each field of the other OpenAI API is a field here or is refused by name."""
+    known = set(ResponseBody.model_fields)
+    assert not known & set(NOT_HERE)
+    harmless = {"logprobs", "tool_choice", "tools", "parallel_tool_calls"}
+    for name in {*ChatBody.model_fields, *CompletionBody.model_fields} - harmless:
+        assert (name in known) != (name in NOT_HERE), name
+    for name in NOT_HERE:
+        body = {"model": "tiny", "input": "say it", name: [7]}
+        reply = server.post("/v1/responses", body)
+        assert (reply.status, reply.json["error"]["param"]) == (400, name), reply.body
+
+
 @pytest.mark.parametrize(("value", "pattern"), STRUCTURED)
 def test_structured_outputs(server: Served, value: dict[str, Any], pattern: str | None) -> None:
     body = ASK | {"messages": MESSAGES, "structured_outputs": value}
@@ -104,6 +127,7 @@ def test_what_cannot_be_done_is_refused_by_name(server: Served, name: str) -> No
         ("/v1/chat/completions", {"messages": MESSAGES}),
         ("/v1/completions", {"prompt": "say it"}),
         ("/v1/messages", {"messages": MESSAGES}),
+        ("/v1/responses", {"input": "say it", "max_tokens": None}),
     ):
         reply = server.post(path, ASK | body | {name: value})
         assert reply.status == 400, (path, reply.body)

@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from coterie.cli import tune
+from coterie.core.errors import ConfigError
 from tests.helpers.models.tiny import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -268,6 +270,31 @@ def test_tune_needs_a_gpu(command: Command) -> None:
     if not torch.cuda.is_available():
         done = command("tune")
         assert done.returncode == 2 and "there is no CUDA device here" in done.stderr
+
+
+def test_tune_takes_the_models_of_a_config(tmp_path: Path) -> None:
+    file = tmp_path / "coterie.toml"
+    file.write_text("""
+        [[specialists]]
+        name = "a"
+        [[specialists]]
+        name = "b"
+        [[specialists]]
+        name = "c"
+        dtype = "int8"
+        [[specialists]]
+        name = "far"
+        [specialists.remote]
+        url = "http://localhost:1/v1"
+        model = "m"
+    """)
+    args = argparse.Namespace(models=[], dtype="auto", config=file)
+    assert tune.wanted(args) == [(None, "auto"), (None, "int8")]
+    args.models = ["./model"]
+    with pytest.raises(ConfigError):
+        tune.wanted(args)
+    args.config = None
+    assert tune.wanted(args) == [("./model", "auto")]
 
 
 def test_doctor_finds_versions_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,8 +85,9 @@ def test_a_plan_for_a_gpu_leaves_room_for_captured_graphs(
         slots = way.tiers("persistent", sizes)
         assert slots is not None and slots.device == sizes.total
         assert plain.kv_room(slots, 10) - way.kv_room(slots, 10) == reserve
-        # not all experts fit: nothing is captured
-        [half] = given.memory_divisions(MoeSettings(device_budget="50%"), 1000, reserve)
+        # not all experts fit, and RAM does not hold the others: nothing is captured
+        disk = MoeSettings(device_budget="50%", host_budget="10%")
+        [half] = given.memory_divisions(disk, 1000, reserve)
         assert half.needs.graph_bytes == 0
     finally:
         given.store.close()

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from coterie.core.plan import AdapterChoice
-from coterie.engine.blocks import BlockPool, BlockTables, PrefixCache, extend_chain, root_digest
+from coterie.core.prefix import (
+    MAX_PUBLISHED,
+    PromptPrefixes,
+    extend_chain,
+    is_published,
+    root_digest,
+)
+from coterie.engine.blocks import BlockPool, BlockTables, PrefixCache
 
 
 def chain_of(tokens: list[int], root: bytes = b"r", block_size: int = 2) -> list[bytes]:
@@ -21,10 +28,10 @@ def make_cache(num_blocks: int = 6, sessions: int = 2, enabled: bool = True) -> 
 def fill(cache: PrefixCache, tokens: list[int]) -> list[int]:
     """Compute `tokens` in fresh blocks, as a sequence would."""
     blocks = []
-    for digest in chain_of(tokens):
+    for depth, digest in enumerate(chain_of(tokens), 1):
         block = cache.take()
         assert block is not None
-        cache.insert(block, digest)
+        cache.insert(block, digest, depth)
         blocks.append(block)
     return blocks
 
@@ -169,7 +176,7 @@ def test_sessions_outlive_others() -> None:
     assert cache.match(chain_of([1, 2, 3, 4])) == kept
     cache.check([other])
     assert [cache.take(), cache.take()] == [kept[1], kept[0]]
-    assert cache.session_ends == ()
+    assert not len(cache._sessions) and not cache.digests
 
 
 def test_sessions_are_bounded_and_the_oldest_leaves() -> None:
@@ -183,7 +190,7 @@ def test_sessions_are_bounded_and_the_oldest_leaves() -> None:
         cache.check([])
         chains[name] = chain_of(tokens)
     # "a" was renewed after "b", so "b" is out
-    assert cache.session_ends == (chains["a"][-1].hex(), chains["c"][-1].hex())
+    assert [name for name, _ in cache._sessions.items()] == ["a", "c"]
     for _ in range(4):
         cache.take()
     assert cache.match(chains["b"]) == []
@@ -203,3 +210,48 @@ def test_sessions_may_share_blocks() -> None:
     # "b" is the older one now: its own block goes, the shared one stays with "a"
     assert cache.take() == blocks[1]
     assert cache.match(chain_of([1, 2, 3, 4])) == blocks[:1]
+
+
+def test_a_prompt_matches_what_is_published() -> None:
+    assert [d for d in range(1, 50) if is_published(d)] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]
+    cache = make_cache(num_blocks=16)
+    root, tokens = root_digest("lane", (), "t"), list(range(20))
+    chain: list[bytes] = []
+    extend_chain(chain, root, tokens, 2, 10)
+    for depth, digest in enumerate(chain, 1):
+        block = cache.take()
+        assert block is not None
+        cache.insert(block, digest, depth)
+    published = cache.digests
+    assert published is cache.digests and len(published) == 6
+
+    def cached(*prompt: int, lane: str = "lane", tenant: str = "t", block_size: int = 2) -> int:
+        prefixes = PromptPrefixes(lane, (), tenant, prompt)
+        return prefixes.num_cached(frozenset(published), block_size)
+
+    # eight blocks are published, and of those a prompt shares as many as its tokens are equal
+    assert cached(*tokens, 99) == 16 and cached(*tokens[:9], 99, 99) == 8
+    # the last token is always computed
+    assert cached(*tokens[:8]) == 6 and cached(0) == cached() == 0
+    # another tenant, lane or block size finds nothing
+    assert cached(*tokens, tenant="u") == cached(*tokens, lane="other") == 0
+    assert cached(*tokens, block_size=4) == cached(*tokens, block_size=0) == 0
+
+
+def test_published_digests_are_bounded_and_leave_with_their_blocks() -> None:
+    cache = make_cache(num_blocks=2 * MAX_PUBLISHED)
+    blocks = [fill(cache, [n, n])[0] for n in range(2 * MAX_PUBLISHED)]
+    assert len(cache.digests) == MAX_PUBLISHED
+    newest = chain_of([2 * MAX_PUBLISHED - 1] * 2)[0]
+    assert newest[:8] in cache.digests and chain_of([0, 0])[0][:8] not in cache.digests
+    # who is reused stays
+    first_kept = chain_of([MAX_PUBLISHED] * 2)[0]
+    cache.used(first_kept)
+    give_back(cache, blocks)
+    cache.take()
+    # the newest was given back first, so it is evicted first
+    assert newest[:8] not in cache.digests and len(cache.digests) == MAX_PUBLISHED - 1
+    assert first_kept[:8] in cache.digests
+    for _ in range(2 * MAX_PUBLISHED - 1):
+        cache.take()
+    assert cache.digests == frozenset()

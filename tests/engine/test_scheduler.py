@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,7 +17,13 @@ from coterie.engine.adapter_holds import AdapterHolds
 from coterie.engine.draw import DrawState
 from coterie.engine.engine import FIRST_GUESS_S, DeficitRoundRobin, LaneThroughput
 from coterie.engine.scheduler import MAX_PASSED_OVER, AdapterTurns, Scheduler
-from coterie.engine.sequence import BASE, Sequence, SequenceAdapters, SequenceStatus
+from coterie.engine.sequence import (
+    BASE,
+    Sequence,
+    SequenceAdapters,
+    SequenceStatus,
+    TenantShare,
+)
 from coterie.engine.step import StepPlan
 from tests.helpers.models.toy_model import ToyAdapters, make_assignment, make_engine, make_lane
 
@@ -129,6 +136,17 @@ def test_prompts_leave_steps_short_while_others_decode() -> None:
     assert plan is not None and plan.num_tokens == 8
 
 
+def test_a_prompt_may_be_limited_to_short_steps() -> None:
+    """That of a shadow: whoever comes waits for the end of a step."""
+    scheduler = Scheduler(make_lane(max_step_tokens=40))
+    scheduler.add(make_sequence(20, share=TenantShare("shadow", step_tokens=8)))
+    steps = [advance(scheduler) for _ in range(2)]
+    scheduler.add(make_sequence(20))
+    steps += [advance(scheduler) for _ in range(2)]
+    counts = [[row.num_tokens for row in plan.rows] for plan in steps if plan is not None]
+    assert counts == [[8], [8], [4, 20], [1, 1]]
+
+
 def test_admission_needs_prompt_and_one_step() -> None:
     scheduler = Scheduler(make_lane(num_blocks=4, block_size=4, max_step_tokens=32))
     scheduler.add(exact := make_sequence(15, max_total=16))
@@ -224,8 +242,9 @@ def test_an_ended_sequence_becomes_its_sessions_entry() -> None:
     advance(scheduler)
     scheduler.end(good, session=("t", "s"))
     scheduler.end(bad)
-    assert len(scheduler.space.cache.session_ends) == 1
-    assert good.chain[1].hex() in scheduler.space.cache.session_ends
+    cache = scheduler.space.cache
+    ((session, blocks),) = cache._sessions.items()
+    assert session == ("t", "s") and list(blocks) == cache.match(good.chain[:2])
     scheduler.check()
 
 
@@ -368,6 +387,13 @@ def test_tokens_of_a_step_suit_the_device(
     assert (lane.max_step_tokens, lane.max_mixed_tokens) == tokens
 
 
+def test_steps_that_copy_experts_are_as_large_as_possible() -> None:
+    lane = LaneConfig("a", max_step_tokens=0)
+    assert lane.for_device("cuda", copies_experts=True).max_mixed_tokens == 0
+    given = LaneConfig("a", max_step_tokens=0, max_mixed_tokens=64)
+    assert given.for_device("cuda", copies_experts=True).max_mixed_tokens == 64
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_decode_steps_are_planned_as_any_others(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines step by step, one without the short way: same events, blocks and tables."""
@@ -404,3 +430,44 @@ def test_decode_steps_are_planned_as_any_others(seed: int, monkeypatch: pytest.M
         caches = [scheduler.space.cache for scheduler in schedulers]
         assert caches[0]._block_of == caches[1]._block_of
         assert list(caches[0]._idle) == list(caches[1]._idle)
+
+
+def served_tokens(
+    shares: dict[str, TenantShare], sizes: dict[str, tuple[int, int]], places: int
+) -> Counter[str]:
+    """Tokens of each tenant, if all of them always have requests that wait."""
+    scheduler = Scheduler(make_lane(block_size=4, num_blocks=256, max_sequences=places))
+    got: Counter[str] = Counter()
+    for _ in range(1500):
+        waiting = Counter(sequence.share.tenant for sequence in scheduler.waiting)
+        for tenant, share in shares.items():
+            for _ in range(3 - waiting[tenant]):
+                prompt, output = sizes[tenant]
+                scheduler.add(make_sequence(prompt, max_total=prompt + output, share=share))
+        plan = advance(scheduler)
+        assert plan is not None
+        for row in plan.rows:
+            got[row.sequence.share.tenant] += row.num_tokens
+    return got
+
+
+def test_tenants_that_wait_get_equal_tokens_whatever_their_requests_cost() -> None:
+    shares = {tenant: TenantShare(tenant) for tenant in "abc"}
+    # one sends long requests, one short ones
+    got = served_tokens(shares, {"a": (60, 20), "b": (4, 4), "c": (16, 8)}, 2)
+    assert max(got.values()) < 1.25 * min(got.values()), got
+    shares["a"] = TenantShare("a", weight=3.0)
+    got = served_tokens(shares, {"a": (16, 8), "b": (16, 8), "c": (16, 8)}, 1)
+    assert got["a"] == pytest.approx(3 * got["b"], rel=0.25), got
+    assert got["b"] == pytest.approx(got["c"], rel=0.25), got
+
+
+def test_a_higher_priority_goes_before_a_tenant_that_got_less() -> None:
+    scheduler = Scheduler(make_lane(block_size=4, num_blocks=64, max_sequences=1))
+    scheduler.add(first := make_sequence(8, share=TenantShare("a"), max_total=40))
+    advance(scheduler)
+    scheduler.add(make_sequence(8, share=TenantShare("b")))
+    scheduler.add(urgent := make_sequence(8, priority=9, share=TenantShare("a")))
+    scheduler.end(first)
+    advance(scheduler)
+    assert scheduler.running == [urgent]

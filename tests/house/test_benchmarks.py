@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
     "benchmarks.serving.engine_step": ("--sequences", "2", "--steps", "3"),
     "benchmarks.serving.gateway_cpu": ("--streams", "2", "--tokens", "4", "--rounds", "1"),
+    "benchmarks.ensemble.overhead": ("--rate", "25", "--seconds", "2", "--rounds", "1"),
 }
 
 
@@ -23,6 +24,7 @@ SMALL = {
     [
         "benchmarks.serving.engine_step",
         pytest.param("benchmarks.serving.gateway_cpu", marks=pytest.mark.full),
+        pytest.param("benchmarks.ensemble.overhead", marks=pytest.mark.full),
     ],
 )
 def test_it_runs(name: str) -> None:

@@ -140,7 +140,7 @@ def test_the_prompt_may_be_for_another_specialists_expert() -> None:
     plan = routed(fleet, {"a": 0.96, "b": 0.95, "c": 0.94}, max_adapters=3)
     # the best decides the base; what does not fit beside it stays behind
     assert plan.specialist == "other" and names(plan) == ["a", "c"]
-    assert whys(plan)["b"] == "made for another base model"
+    assert whys(plan)["b"] == "made for another base model than the first"
 
 
 def test_what_is_required_comes_along_or_the_candidate_goes() -> None:
@@ -300,6 +300,7 @@ def test_named_requests_are_not_matched() -> None:
 
 _BARRED = (
     "below threshold", "excluded", "made for another base model", "its router_hint does not hold",
+    "made for another base model than the first",
 )  # fmt: skip
 
 

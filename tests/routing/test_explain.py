@@ -127,6 +127,21 @@ def test_settings_count(home: Path, capsys: Capture, tmp_path: Path) -> None:
     assert "routing is off" in shown(capsys, prompt, "--config", str(tmp_path / "off.toml"))
 
 
+def test_specialists_of_a_file(home: Path, capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "coterie.toml"
+    text = '[[specialists]]\nname = "general"\n[[specialists]]\nname = "s"\nadapters = ["{}"]\n'
+    file.write_text(text.format("slug"))
+    prompt = "Make a URL slug: Hello World"
+    plan = told(capsys, prompt, "--config", str(file))
+    assert plan["specialist"] in ("general", "s")
+    assert [item["name"] for item in plan["experts"]] == ["slug@1.0.0"]
+    assert "specialist" in shown(capsys, prompt, "--config", str(file))
+    assert "specialist" not in shown(capsys, prompt)
+    file.write_text(text.format("slugg"))
+    assert main(["router", "explain", prompt, "--config", str(file)]) == 2
+    assert "'slugg' is not installed; did you mean 'slug'?" in capsys.readouterr().err
+
+
 def test_an_empty_home(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COTERIE_HOME", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "80")

@@ -132,6 +132,7 @@ class Counted:
         self.pipeline, self.asked = pipeline, Counter[str]()
         self.resolve, self.expected_wait_s = pipeline.resolve, pipeline.expected_wait_s
         self.within_rights, self.check_format = pipeline.within_rights, pipeline.check_format
+        self.count_request = pipeline.count_request
 
     def handle(
         self, request: InferenceRequest, *rest: Any, **more: Any
@@ -179,7 +180,7 @@ def test_an_engine_that_is_full_makes_jobs_wait_and_never_fail(
         # more places than the engine has: two that run and two that wait
         async with service(counted, tmp_path, concurrency=10) as jobs:
             hold(jobs)
-            asked = [spec(f"fox {i}", limits={"max_tokens": 150}) for i in range(10)]
+            asked = [spec(f"fox {i}", limits={"max_tokens": 60}) for i in range(10)]
             ids = [(await jobs.submit(one)).id for one in asked]
             let_go(jobs)
             done = await ended(jobs, *ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,23 +10,18 @@ from typing import Any
 import pytest
 
 from coterie.core.config import load
-from coterie.core.errors import ConfigError, Overloaded, Unavailable
+from coterie.core.errors import ConfigError, Unavailable
 from coterie.core.events import Delta, Event, Finished, Started, Timings, Usage
-from coterie.core.plan import AdapterChoice, Assignment, LaneState
-from coterie.core.request import Limits, Sampling
-from coterie.service.build import build, model_name
-from coterie.service.submit.admission import (
-    MAX_RETRY_AFTER_S,
-    Admission,
-    ReplicaQueue,
-    ReplicaRequest,
-    ReplicaSet,
-)
-from coterie.service.submit.submitter import MAX_WAITING, EventQueue
+from coterie.core.plan import AdapterChoice, LaneState
+from coterie.service.build import build
+from coterie.service.config_check import model_name
+from coterie.service.submit.event_queue import MAX_WAITING, EventQueue
+from coterie.service.submit.load import ReplicaQueue, ReplicaRequest
+from coterie.service.submit.replicas import ReplicaSet
 
 
 def lane(*, preempting: bool = False) -> LaneState:
-    return LaneState("s", 0, 4, 100, 100, (), (), 2.0, preempting, step_s=0.01)
+    return LaneState("s", 0, 4, 100, 100, (), frozenset(), 2.0, preempting, step_s=0.01)
 
 
 class Stood:
@@ -61,7 +55,7 @@ def fill(line: ReplicaQueue, waiting: int = 0, running: int = 0, **more: Any) ->
 
 def replicas(*members: Any, **busy: tuple[int, int]) -> ReplicaSet:
     """`busy`: who waits and who runs, by the member's name."""
-    made = ReplicaSet("s", members)
+    made = ReplicaSet("s", members, places=8)
     for member in members:
         fill(made.queue(member), *busy.get(member.name, ()))
     return made
@@ -105,11 +99,11 @@ def test_what_started_waits_no_longer_and_what_ended_is_gone() -> None:
     line = ReplicaQueue()
     one = ticket()
     line.add(one)
-    assert (len(line.waiting), len(line.running)) == (1, 0)
+    assert (line.waiting, line.running) == (1, 0)
     line.started(one)
     # a takeover after a crash tells it again
     line.started(one)
-    assert (len(line.waiting), len(line.running)) == (0, 1)
+    assert (line.waiting, line.running) == (0, 1)
     line.remove(one)
     line.remove(one)
     assert not line and not line.holds("t")
@@ -120,117 +114,6 @@ def test_nobody_healthy_says_when_to_return() -> None:
     with pytest.raises(Unavailable) as caught:
         down.pick()
     assert caught.value.retry_after_s == 3.0 and not down.ready()
-
-
-def asked(
-    prompt: int = 1,
-    priority: int = 5,
-    tenant: str = "t",
-    deadline: float | None = None,
-    **more: Any,
-) -> Assignment:
-    limits = Limits(max_tokens=100, priority=priority)
-    given = ("r", "s", (prompt,) * 10, Sampling(), limits, (), "", tenant, deadline, 0.0)
-    return Assignment(*given, **more)
-
-
-def refused(admission: Admission, line: ReplicaQueue, work: Assignment) -> float | None:
-    """The seconds that it is told to wait; None where it was let in."""
-    try:
-        admission.check("s", work, line, lane())
-    except Overloaded as error:
-        return error.retry_after_s
-    return None
-
-
-def test_admission_refuses_at_the_bound_of_each_priority() -> None:
-    admission = Admission(clock=lambda: 0.0)
-    assert refused(admission, fill(ReplicaQueue(), 3), asked()) is None
-    line = fill(ReplicaQueue(), 4, priority=1)
-    assert refused(admission, line, asked(priority=1)) is not None
-    # those that wait below take no place from it
-    assert refused(admission, line, asked(priority=9)) is None
-    fill(line, 4, priority=9)
-    assert refused(admission, line, asked(priority=9)) is not None
-    # a tenant of which nobody is here finds a place, and their number is bounded
-    for tenant in ("u", "w"):
-        assert refused(admission, line, asked(priority=9, tenant=tenant)) is None
-        fill(line, 1, priority=9, tenant=tenant)
-    assert refused(admission, line, asked(priority=9, tenant="v")) is not None
-    # what runs does not wait
-    assert refused(admission, fill(ReplicaQueue(), 0, running=50), asked()) is None
-
-
-def test_retry_after_is_a_place_in_line_at_the_measured_speed() -> None:
-    now = [time.monotonic()]
-    admission = Admission(clock=lambda: now[0])
-    line = fill(ReplicaQueue(), 4, running=1)
-    one = next(iter(line.running))
-    for _ in range(60):
-        # a hundred tokens in ten seconds
-        one.started_at = now[0]
-        now[0] += 10.0
-        admission.ended("s", one, 100)
-    one.started_at = now[0]
-    waits = [refused(admission, line, asked(prompt)) or 0.0 for prompt in range(3)]
-    # one runs at a time, for ten seconds each
-    assert waits == pytest.approx([10, 20, 30], rel=0.3)
-    assert all(wait > 10 * (place + 1) for place, wait in enumerate(waits))
-    # nobody is sent away for longer than clients obey
-    for prompt in range(3, 200):
-        wait_s = refused(admission, line, asked(prompt))
-        assert wait_s is not None and 1.0 <= wait_s <= MAX_RETRY_AFTER_S
-
-
-def test_a_promised_place_is_kept_for_whom_it_was_promised() -> None:
-    now = [time.monotonic()]
-    admission = Admission(clock=lambda: now[0])
-    line = fill(ReplicaQueue(), 4, running=1)
-    wait_s = refused(admission, line, asked(7))
-    # who comes too early is no better off
-    assert wait_s is not None and refused(admission, line, asked(7)) is not None
-    now[0] += wait_s
-    line.started(next(iter(line.waiting)))
-    assert refused(admission, line, asked(8)) is not None
-    assert refused(admission, line, asked(7)) is None
-    # it was taken; whoever asks next finds what is there
-    assert refused(admission, line, asked(9)) is None
-    # who does not come loses it, and nobody waits for ever behind it
-    now[0] += MAX_RETRY_AFTER_S
-    assert refused(admission, line, asked(8)) is None
-
-
-def test_what_one_tenant_was_promised_keeps_no_other_out() -> None:
-    now = [time.monotonic()]
-    admission = Admission(clock=lambda: now[0])
-    line = fill(ReplicaQueue(), 4, running=2)
-    waits = [refused(admission, line, asked(prompt)) or 0.0 for prompt in range(6)]
-    now[0] += max(waits)
-    # places are kept for those who were told to come
-    assert refused(admission, line, asked(tenant="u")) is None
-    # they came, and took the room beyond the bound
-    while refused(admission, line, asked(prompt := waits.index(max(waits)))) is None:
-        fill(line, 1)
-        waits[prompt] = 0.0
-    assert len(line.waiting) == 5
-    assert refused(admission, line, asked(tenant="u")) is None
-
-
-def test_a_deadline_that_cannot_be_kept_is_refused_at_once() -> None:
-    now = time.monotonic()
-    admission = Admission(clock=lambda: now)
-    line = fill(ReplicaQueue(), 4, running=1, max_tokens=1000)
-    admission.check_deadline("s", asked(), line, lane())
-    # four times a thousand tokens are ahead, at 10 ms each
-    with pytest.raises(Overloaded) as caught:
-        admission.check_deadline("s", asked(deadline=now + 2.0), line, lane())
-    assert "2.0 s are left" in caught.value.message and caught.value.retry_after_s
-    admission.check_deadline("s", asked(deadline=now + 60.0), line, lane())
-    # the engine makes way for these
-    admission.check_deadline("s", asked(deadline=now + 2.0, priority=9), line, lane())
-    admission.check_deadline("s", asked(deadline=now + 2.0, tenant="u"), line, lane())
-    # nobody is ahead: one millisecond is tried
-    admission.check_deadline("s", asked(deadline=now + 0.001), ReplicaQueue(), lane())
 
 
 def test_a_mailbox_keeps_order_and_wakes_its_reader() -> None:

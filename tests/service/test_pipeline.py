@@ -25,7 +25,7 @@ from coterie.core.errors import (
     Unavailable,
 )
 from coterie.core.events import Delta, Event, Finished, Started
-from coterie.core.plan import Assignment, Rejected
+from coterie.core.plan import AlternateSpecialist, Assignment, Rejected, RoutePlan
 from coterie.core.request import (
     Chat,
     InferenceRequest,
@@ -38,7 +38,8 @@ from coterie.core.request import (
     Tokens,
 )
 from coterie.service.build import build
-from coterie.service.pipeline import Pipeline
+from coterie.service.pipeline import Pipeline, PlannedRequest
+from coterie.service.submit.load import ReplicaRequest
 from coterie.service.submit.submitter import tokenise
 from coterie.workers.contract import Sink
 from tests.helpers.models.tiny import tiny_checkpoint
@@ -69,6 +70,10 @@ def request(
 
 async def collect(pipeline: Pipeline, asked: InferenceRequest) -> list[Event]:
     return [event async for event in pipeline.handle(asked)]
+
+
+async def collect_run(pipeline: Pipeline, planned: PlannedRequest) -> list[Event]:
+    return [event async for event in pipeline.run(planned)]
 
 
 def tokens(events: list[Event]) -> list[int]:
@@ -136,6 +141,44 @@ def test_the_road(on_pipeline: Callable[[Test], None]) -> None:
     on_pipeline(test)
 
 
+def test_a_viable_alternate_answers_if_the_first_choice_has_no_room(
+    on_pipeline: Callable[[Test], None],
+) -> None:
+    async def test(pipeline: Pipeline) -> None:
+        served = pipeline._fleet.find("first").replicas
+        queue = served.queue(served.members[0])
+        crowd = [ReplicaRequest(5, "t", 1, 1) for _ in range(400)]
+        for item in crowd:
+            queue.add(item)
+
+        def planned(*, viable: bool, other: str = "other") -> PlannedRequest:
+            made = pipeline.plan(request(model="first"))
+            alternate = AlternateSpecialist(other, 0.3, viable)
+            made.run.plan = replace(made.plan, intent="code", alternates=(alternate,))
+            return made
+
+        plans: list[RoutePlan] = []
+        taken = planned(viable=True)
+        events = [event async for event in pipeline.run(taken, plans.append)]
+        assert isinstance(events[-1], Finished) and len(tokens(events)) == 12
+        assert [plan.specialist for plan in plans] == ["other"]
+        assert plans[0].intent == "code" and "rerouted: first" in plans[0].reasons[-1]
+        # not where the router did not call it viable: then it is only offered
+        with pytest.raises(Overloaded) as caught:
+            await collect_run(pipeline, planned(viable=False))
+        assert caught.value.retry_after_s is not None and caught.value.offer is not None
+        assert caught.value.offer.model == "other"
+        # one that has no room either is no help
+        with pytest.raises(Overloaded) as caught:
+            await collect_run(pipeline, planned(viable=True, other="first"))
+        assert caught.value.offer is None
+        for item in crowd:
+            queue.remove(item)
+        assert len(tokens(await collect_run(pipeline, planned(viable=True)))) == 12
+
+    on_pipeline(test)
+
+
 def test_specialists_share_an_engine_and_answer_alike(on_pipeline: Callable[[Test], None]) -> None:
     async def test(pipeline: Pipeline) -> None:
         both = await asyncio.gather(
@@ -148,7 +191,7 @@ def test_specialists_share_an_engine_and_answer_alike(on_pipeline: Callable[[Tes
             "e1r0",
         ]
         cards = {card.name: card for card in pipeline.models()}
-        assert list(cards) == ["first", "second", "other"]
+        assert list(cards) == ["first", "second", "other", "auto"]
         assert cards["second"].max_model_len == 64 and cards["first"].max_model_len > 64
 
     on_pipeline(test)
@@ -250,10 +293,38 @@ def test_metrics_tell_what_happened(on_pipeline: Callable[[Test], None]) -> None
         assert grown("vllm:generation_tokens_total") == 9
         assert grown("vllm:time_to_first_token_seconds_count") == 1
         assert grown("vllm:inter_token_latency_seconds_count") == 8
+        # from the hand-over to the worker: computing the prompt is part of it
+        admitted_s = grown("coterie_admission_to_first_token_seconds_sum")
+        prefill_s = grown("vllm:request_prefill_time_seconds_sum")
+        assert 0 < prefill_s <= admitted_s <= grown("vllm:time_to_first_token_seconds_sum")
         assert grown("vllm:request_success_total") == 1
         assert grown("coterie_rejections_total") == 1
         assert grown("vllm:prompt_tokens_total") > 3
         assert after["coterie_gateway_cpu_seconds_total", ""] > 0
+
+    on_pipeline(test)
+
+
+def test_time_since_admission_begins_before_the_worker_replies(
+    on_pipeline: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker replies after its step, often with the first token."""
+
+    async def test(pipeline: Pipeline) -> None:
+        served = pipeline.fleet.served["other"]
+        [replica] = served.replicas.members
+        submit = replica.submit
+
+        async def late(*arguments: Any) -> Any:
+            verdict = await submit(*arguments)
+            await asyncio.sleep(0.2)
+            return verdict
+
+        monkeypatch.setattr(replica, "submit", late)
+        series = served.series.admitted_time
+        before = series.total
+        await collect(pipeline, request(model="other", limits={"max_tokens": 2}))
+        assert series.total - before >= 0.2
 
     on_pipeline(test)
 

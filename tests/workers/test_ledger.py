@@ -84,6 +84,7 @@ async def test_a_takeover_did_not_wait_in_the_queue_while_it_ran() -> None:
     ledger.take(WorkerReport(started=[Started("a", "r0", 4, 0)]))
     ledger.take(delta("a", 1, 2))
     ledger.crashed()
+    await asyncio.sleep(0.02)
     resumed(ledger)
     # the second worker scheduled it nine seconds after it came, five of them for its adapters
     ledger.take(finished("a", Timings(queue_s=9.0, load_s=5.0, first_token_s=9.1, total_s=10.0)))
@@ -91,6 +92,7 @@ async def test_a_takeover_did_not_wait_in_the_queue_while_it_ran() -> None:
     assert isinstance(last, Finished)
     told = last.timings
     assert 1.0 <= told.queue_s <= told.first_token_s < 2.0 and told.total_s == 10.0
+    assert 0.02 <= told.outage_s < 1.0
     assert told.load_s <= told.queue_s and told.decode_s == told.total_s - told.first_token_s
 
 

@@ -58,7 +58,7 @@ def test_reports() -> None:
             ),
         ],
         failed=[Failed("c", "worker_crashed", "twice", 1.0)],
-        lanes=(LaneState("a", 1, 3, 4, 5, ("x",), ("d",), 0.5, True),),
+        lanes=(LaneState("a", 1, 3, 4, 5, ("x",), frozenset({b"d"}), 0.5, True),),
         stats={"run_s": 1.5},
     )
     again = wire.decode_report(wire.encode(report))

@@ -51,7 +51,7 @@ class AnthropicDialect:
             syntax=await answer_syntax_of(parsed, planned.tokenizer),
         )
         parsed = await with_answer_grammar(parsed, planned.tokenizer, shape.syntax)
-        events = tool_events(self.service, parsed, planned, exchange)
+        events = tool_events(self.service, parsed, planned, exchange, shape)
         if parsed.stream:
             return EventStream(events, MessageStream(shape), exchange)
         return WholeAnswer(events, 1, partial(render.whole, shape), exchange)
@@ -60,7 +60,8 @@ class AnthropicDialect:
         """Count the tokens a message's prompt would have."""
         body = await parse(request, CountBody, self.max_body_bytes)
         chat = prompt_of(body)
-        ids = await self.service.tokenise(self.service.resolve(hints_of(body), chat), chat)
+        hints = hints_of(body, caller_of(request))
+        ids = await self.service.tokenise(self.service.resolve(hints, chat), chat)
         return Response(encode({"input_tokens": len(ids)}), media_type=JSON)
 
 

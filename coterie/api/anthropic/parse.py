@@ -18,7 +18,15 @@ from coterie.api.anthropic.types import (
 from coterie.api.body_fields import adapter_hints, positive_top_p, refuse_openai_fields, seed_of
 from coterie.api.dialect import CallerInfo, ParsedRequest, user_id_of
 from coterie.api.response_format import response_format_of
-from coterie.api.tools.base import Tool, ToolSet, check_results, check_tools, known_names, tool_of
+from coterie.api.tools.base import (
+    Tool,
+    ToolSet,
+    check_results,
+    check_tools,
+    known_names,
+    tool_of,
+    with_tools,
+)
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
 from coterie.core.request import (
     Chat,
@@ -53,7 +61,7 @@ def parse_messages(body: MessagesBody, caller: CallerInfo, request_id: str) -> P
             priority=caller.priority(body.priority),
             timeout_s=caller.timeout_s,
         ),
-        hints=hints_of(body),
+        hints=hints_of(body, caller),
         response_format=answer_format,
         session=caller.session_key(body.cache_key, user),
         tenant=caller.tenant,
@@ -71,8 +79,9 @@ def _format(body: MessagesBody) -> tuple[ResponseFormat | None, str]:
     return response_format_of(given, param=field, closed=True), field
 
 
-def hints_of(body: CountBody) -> RouteHints:
-    return RouteHints(body.model, adapter_hints(body.experts))
+def hints_of(body: CountBody, caller: CallerInfo) -> RouteHints:
+    intent = body.intent or caller.intent
+    return RouteHints(body.model, adapter_hints(body.experts), intent=intent)
 
 
 def prompt_of(body: CountBody) -> Chat:
@@ -94,10 +103,15 @@ def prompt_of(body: CountBody) -> Chat:
         turns.insert(0, Message("system", "\n\n".join(system)))
     continues = turns[-1].role == "assistant"
     tools = tool_set_of(body)
-    tool_fields = () if tools is None else tools.fields()
     # only the templates of thinking models read this; Anthropic's default is not to think
-    flag = {"enable_thinking": body.thinking is not None and body.thinking.type != "disabled"}
-    return Chat(tuple(turns), flag, add_generation_prompt=not continues, tools=tool_fields)
+    thinking = body.thinking
+    chat = Chat(
+        tuple(turns),
+        {} if thinking is None else {"enable_thinking": thinking.type != "disabled"},
+        template_defaults={"enable_thinking": False},
+        add_generation_prompt=not continues,
+    )
+    return chat if tools is None else with_tools(chat, tools)
 
 
 def _joined(messages: list[Message]) -> list[Message]:

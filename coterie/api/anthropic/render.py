@@ -30,9 +30,10 @@ from coterie.core.events import Delta, Event, Finished, Started, Usage, metadata
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MessageShape:
     id: str
+    # may change until the first event: another specialist may answer
     model: str
     request_id: str
     syntax: AnswerSyntax = TEXT_ONLY

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from coterie.api.body import RequestBody
-from coterie.api.body_fields import Experts, MaxTokens, sampling_field, top_p_from_zero
+from coterie.api.body_fields import Experts, Intent, MaxTokens, sampling_field, top_p_from_zero
 from coterie.api.openai.types import MAX_MESSAGES, Urgency
 from coterie.api.tools.base import MAX_TOOLS
 
@@ -85,8 +85,9 @@ class CountBody(RequestBody):
     tools: Annotated[list[AnthropicToolSpec], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
-    # an extension of this server, with the same meaning as in the OpenAI dialect
+    # extensions of this server, with the same meaning as in the OpenAI dialect
     experts: Experts | None = None
+    intent: Intent | None = None
 
 
 class MessagesBody(CountBody):

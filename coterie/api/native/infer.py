@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie.api.body import read_json
 from coterie.api.dialect import ParsedRequest, caller_of, note_usage
-from coterie.api.door import exchange_of, note_plan
+from coterie.api.door import exchange_of, note_plan, note_receipt
 from coterie.api.errors import encode
 from coterie.api.native.infer_answer import (
     InferencePipeline,
@@ -18,7 +20,7 @@ from coterie.api.native.infer_answer import (
 from coterie.api.native.infer_body import InferBodyReader
 from coterie.api.native.jobs import accepted
 from coterie.api.response_format import FORMAT, with_param_name
-from coterie.api.transport.sse import EventStream, while_connected
+from coterie.api.transport.sse import EventStream, WhileConnected
 from coterie.core.errors import CoterieError
 from coterie.core.job import JobSpec
 from coterie.service.jobs.service import JobService
@@ -43,14 +45,15 @@ class InferEndpoints:
         """Answer a prompt with the experts that fit it: whole, streamed, or later as a job."""
         raw = await read_json(request, self.max_body_bytes)
         parsed = await self.body_reader.receive(raw, caller_of(request), len(raw))
+        exchange = exchange_of(request.scope)
+        exchange.model = parsed.request.hints.model or ""
         if prefers_job(request):
             return await submit(self.jobs, parsed)
-        exchange = exchange_of(request.scope)
-        inference = RunningInference(self.service, parsed)
+        inference = RunningInference(self.service, parsed, partial(note_receipt, exchange))
         note_plan(exchange, inference.plan)
         if parsed.stream:
             return EventStream(inference.events, InferStream(inference), exchange)
-        async with while_connected(request.receive):
+        async with WhileConnected(request.receive):
             result = await inference.result()
         note_plan(exchange, inference.plan)
         assert inference.answer.finished is not None

@@ -29,6 +29,7 @@ from coterie.core.events import (
     Usage,
 )
 from coterie.core.plan import RoutePlan
+from coterie.core.receipt import Receipt
 from coterie.core.request import InferenceRequest
 from coterie.service.answer import AnswerBuilder, names_of
 from coterie.service.request_limits import Events, until_deadline
@@ -46,6 +47,7 @@ class InferencePipeline(Protocol):
         *,
         on_plan: Callable[[RoutePlan], None] | None = None,
         on_abort: Callable[[InferenceMetrics], None] | None = None,
+        on_receipt: Callable[[Receipt], None] | None = None,
     ) -> AsyncGenerator[Event, None]: ...
 
 
@@ -53,14 +55,22 @@ class RunningInference:
     """The constructor makes the plan and raises if an expert is refused. Closing `events` aborts
     the request."""
 
-    def __init__(self, service: InferencePipeline, parsed: ParsedRequest) -> None:
+    def __init__(
+        self,
+        service: InferencePipeline,
+        parsed: ParsedRequest,
+        on_receipt: Callable[[Receipt], None] | None = None,
+    ) -> None:
         # the last plan is the valid one: a second is made if an expert turns out to be damaged
         self._plans: list[RoutePlan] = []
         # the metrics, if `events` was closed before the end
         self._aborted_metrics: list[InferenceMetrics] = []
         try:
             events = service.handle(
-                parsed.request, on_plan=self._plans.append, on_abort=self._aborted_metrics.append
+                parsed.request,
+                on_plan=self._plans.append,
+                on_abort=self._aborted_metrics.append,
+                on_receipt=on_receipt,
             )
         except CoterieError as error:
             raise with_param_name(error, "experts", "force_experts") from None

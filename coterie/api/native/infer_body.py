@@ -16,7 +16,7 @@ from unicodedata import combining, is_normalized, normalize
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from coterie.api.body import RequestBody, aside, check, decode
-from coterie.api.body_fields import Name, bounds, sampling_field, seed_of
+from coterie.api.body_fields import Intent, Name, bounds, sampling_field, seed_of
 from coterie.api.dialect import CallerInfo, ParsedRequest
 from coterie.api.openai.types import StopString, StopStrings
 from coterie.api.response_format import response_format_of
@@ -116,6 +116,9 @@ class InferBody(RequestBody):
         None, description="Never chosen by the router."
     )
     max_experts: int | None = Field(None, ge=1, le=MAX_STACK)
+    intent: Intent | None = Field(
+        None, description='With model "auto", a specialist that serves this intent answers.'
+    )
     context_size: int | None = Field(
         None, ge=16, le=2**31 - 1, description="Most tokens of prompt plus output."
     )
@@ -292,7 +295,7 @@ def _request(body: InferBody, caller: CallerInfo) -> InferenceRequest:
             timeout_s=caller.timeout_s if timeout_s is None else timeout_s,
             context_size=body.context_size,
         ),
-        hints=_hints(body),
+        hints=_hints(body, caller),
         response_format=response_format_of(
             body.response_format,
             grammar.model_dump() if isinstance(grammar, GrammarItem) else grammar,
@@ -305,7 +308,7 @@ def _request(body: InferBody, caller: CallerInfo) -> InferenceRequest:
     )
 
 
-def _hints(body: InferBody) -> RouteHints:
+def _hints(body: InferBody, caller: CallerInfo) -> RouteHints:
     return RouteHints(
         model=None if body.model == AUTO else body.model,
         adapters=tuple(AdapterHint(name) for name in body.force_experts or ()),
@@ -314,4 +317,5 @@ def _hints(body: InferBody) -> RouteHints:
         tune=True,
         instruction=body.prompt,
         document=body.body or "",
+        intent=body.intent or caller.intent,
     )

@@ -31,7 +31,7 @@ from coterie.api.native.infer_answer import (
     sse,
     started_fields,
 )
-from coterie.api.transport.sse import KEEPALIVE_S, while_connected
+from coterie.api.transport.sse import KEEPALIVE_S, WhileConnected
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest, from_code
 from coterie.core.events import InferenceResult
 from coterie.core.job import CANCELLED, MAX_PAGE, Job, JobError, JobQuery
@@ -140,7 +140,7 @@ class JobEvents(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            async with while_connected(receive):
+            async with WhileConnected(receive):
                 await self._run(send)
         finally:
             await self.progress.aclose()

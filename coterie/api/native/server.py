@@ -65,7 +65,7 @@ class NativeEndpoints:
     async def models(self, request: Request) -> Response:
         """List the models, in the format of the vendor whose client asks."""
         query = query_of(request, ModelQuery)
-        cards = self.pipeline.models()
+        cards = self.pipeline.models(exchange_of(request.scope).tenant)
         if exchange_of(request.scope).dialect != ANTHROPIC:
             return answer({"object": "list", "data": [_openai_card(card) for card in cards]})
         page, has_more = _page(cards, query)
@@ -78,8 +78,9 @@ class NativeEndpoints:
         name = request.path_params["model"].rstrip("/")
         if not name:
             return await self.models(request)
-        anthropic = exchange_of(request.scope).dialect == ANTHROPIC
-        card = self.pipeline.model(name)
+        exchange = exchange_of(request.scope)
+        anthropic = exchange.dialect == ANTHROPIC
+        card = self.pipeline.model(name, exchange.tenant)
         return answer(model_fields(card) if anthropic else _openai_card(card))
 
     async def tokenize(self, request: Request) -> Response:

@@ -41,12 +41,13 @@ from coterie.core.events import Delta, Event, Finished, Started
 FINGERPRINT = f"coterie-{__version__}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChatShape:
     """The form of one answer, as its request asked for it."""
 
     id: str
     created: int
+    # may change until the first event: another specialist may answer
     model: str
     num_choices: int
     include_usage: bool = False
@@ -132,14 +133,9 @@ class ChatStream:
         # choices that have sent text or a call
         self.answered = set[int]()
         self.started = False
-        head = encode(shape.head("chat.completion.chunk"))[:-1]
-        self._head = b"data: " + head + b',"choices":['
+        # these are known at the first event
+        self._head, self._before = b"", list[bytes]()
         self._tail = b'],"usage":null}\n\n' if shape.include_usage else b"]}\n\n"
-        # a chunk with text is `before[choice] + JSON string + after`
-        self._before = [
-            self._head + b'{"index":%d,"delta":{"content":' % index
-            for index in range(shape.num_choices)
-        ]
         self._after = b'},"logprobs":null,"finish_reason":null}' + self._tail
 
     def render(self, event: Event) -> bytes:
@@ -165,6 +161,13 @@ class ChatStream:
         if self.started:
             return b""
         self.started = True
+        head = encode(self.shape.head("chat.completion.chunk"))[:-1]
+        self._head = b"data: " + head + b',"choices":['
+        # a chunk with text is `before[choice] + JSON string + after`
+        self._before = [
+            self._head + b'{"index":%d,"delta":{"content":' % index
+            for index in range(self.shape.num_choices)
+        ]
         frames = []
         for index in range(self.shape.num_choices):
             # if tools may be called, an answer may have no text

@@ -24,7 +24,13 @@ from coterie.api.dialect import (
 from coterie.api.door import exchange_of, new_id
 from coterie.api.openai import chat, text
 from coterie.api.openai.chat import ChatShape, ChatStream
-from coterie.api.openai.parse import echoed, parse_chat, parse_completion, scores_prompt
+from coterie.api.openai.parse import (
+    echoed,
+    parse_chat,
+    parse_completion,
+    refuse_token_fields,
+    scores_prompt,
+)
 from coterie.api.openai.text import TextShape, TextStream
 from coterie.api.openai.types import ChatBody, CompletionBody, CompletionFields
 from coterie.api.response_format import format_named
@@ -43,9 +49,11 @@ class OpenAIDialect:
         exchange = exchange_of(request.scope)
         parsed = parse_chat(body, caller_of(request), new_id("chatcmpl-"))
         planned = planned_answer(self.service, parsed.request, exchange)
+        if planned.tokenizer is None:
+            refuse_token_fields(body)
         shape = await self._chat_shape(body, parsed, planned)
         parsed = await with_answer_grammar(parsed, planned.tokenizer, shape.syntax)
-        events = tool_events(self.service, parsed, planned, exchange)
+        events = tool_events(self.service, parsed, planned, exchange, shape)
         if parsed.stream:
             return EventStream(events, ChatStream(shape), exchange)
         return WholeAnswer(events, shape.num_choices, partial(chat.whole, shape), exchange)
@@ -59,7 +67,12 @@ class OpenAIDialect:
         planned = [planned_answer(self.service, part.request, exchange) for part in parts]
         shape = self._text_shape(body, answer_id, parts, planned[0])
         field = parts[0].format_field
-        sources = [format_named(events_of(self.service, one, exchange), field) for one in planned]
+        sources = []
+        for part, one in zip(parts, planned, strict=True):
+            # the answer has one name: that of its first prompt
+            named = shape if one is planned[0] else None
+            events = events_of(self.service, one, exchange, part.request.hints, named)
+            sources.append(format_named(events, field))
         events = sources[0] if len(sources) == 1 else merged(sources, shape.num_choices)
         if body.stream:
             return EventStream(events, TextStream(shape), exchange)
@@ -92,6 +105,8 @@ class OpenAIDialect:
         planned: PlannedAnswer,
     ) -> TextShape:
         first = parts[0].request
+        if planned.tokenizer is None:
+            refuse_token_fields(body)
         return TextShape(
             id=answer_id,
             created=int(time.time()),

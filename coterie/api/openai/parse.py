@@ -20,7 +20,15 @@ from coterie.api.openai.types import (
     ToolSpec,
 )
 from coterie.api.response_format import vendor_format_of
-from coterie.api.tools.base import Tool, ToolSet, check_results, check_tools, known_names, tool_of
+from coterie.api.tools.base import (
+    Tool,
+    ToolSet,
+    check_results,
+    check_tools,
+    known_names,
+    tool_of,
+    with_tools,
+)
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
 from coterie.core.request import (
     Chat,
@@ -45,22 +53,22 @@ _SPOKEN = ("text", "input_text", "output_text")
 
 def parse_chat(body: ChatBody, caller: CallerInfo, request_id: str) -> ParsedRequest:
     _refuse_chat(body)
-    _refuse_common(body)
+    refuse_common(body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     tools = tool_set_of(body)
     prompt = chat_prompt(body)
     answer_format, field = vendor_format_of(body)
     request = InferenceRequest(
         id=request_id,
-        prompt=prompt if tools is None else replace(prompt, tools=tools.fields()),
-        sampling=_sampling(body, logprobs, body.prompt_logprobs),
-        limits=_limits(body, body.max_completion_tokens or body.max_tokens, caller),
-        hints=_hints(body),
+        prompt=prompt if tools is None else with_tools(prompt, tools),
+        sampling=sampling_of(body, logprobs, body.prompt_logprobs),
+        limits=limits_of(body, body.max_completion_tokens or body.max_tokens, caller),
+        hints=hints_of(body, caller),
         response_format=answer_format,
-        session=_session(body, caller),
+        session=session_of(body, caller),
         tenant=caller.salted_tenant(body.cache_salt),
         arrived_at=caller.arrived_at,
-        user_id=user_id_of(*_users(body)),
+        user_id=user_id_of(*users_of(body)),
     )
     return ParsedRequest(request, bool(body.stream), tools, field)
 
@@ -70,7 +78,7 @@ def parse_completion(
 ) -> list[ParsedRequest]:
     """One parsed request per prompt."""
     _refuse_completion(body)
-    _refuse_common(body)
+    refuse_common(body)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     logprob_counts = (body.prompt_logprobs, body.logprobs if body.echo else None)
     scored = [count for count in logprob_counts if count is not None]
@@ -79,14 +87,14 @@ def parse_completion(
     first = InferenceRequest(
         id=answer_id,
         prompt=Text(""),
-        sampling=_sampling(body, body.logprobs, max(scored, default=None)),
-        limits=_limits(body, max(max_tokens, 1), caller),
-        hints=_hints(body),
+        sampling=sampling_of(body, body.logprobs, max(scored, default=None)),
+        limits=limits_of(body, max(max_tokens, 1), caller),
+        hints=hints_of(body, caller),
         response_format=answer_format,
-        session=_session(body, caller),
+        session=session_of(body, caller),
         tenant=caller.salted_tenant(body.cache_salt),
         arrived_at=caller.arrived_at,
-        user_id=user_id_of(*_users(body)),
+        user_id=user_id_of(*users_of(body)),
     )
     prompts = _prompts(body)
     return [
@@ -152,8 +160,10 @@ def chat_prompt(body: ChatBody | TokenizeBody) -> Chat:
 
 def echoed(body: ChatBody) -> str:
     """The text that the answer repeats: the assistant's turn that it continues."""
+    if not body.echo:
+        return ""
     last = message_of(body.messages[-1], len(body.messages) - 1)
-    return last.content if body.echo and last.role == "assistant" else ""
+    return last.content if last.role == "assistant" else ""
 
 
 def message_of(message: ChatMessage, index: int) -> Message:
@@ -170,14 +180,15 @@ def message_of(message: ChatMessage, index: int) -> Message:
         if role != "assistant":
             raise InvalidRequest(f"{where}.content: is required", param=f"{where}.content")
         content = ""
-    text = content if isinstance(content, str) else _spoken(content, where)
+    text = content if isinstance(content, str) else spoken_text(content, f"{where}.content")
     return Message(role, text, calls, message.tool_call_id if role == "tool" else None)
 
 
-def _spoken(parts: Iterable[ContentPart], where: str) -> str:
+def spoken_text(parts: Iterable[ContentPart], where: str) -> str:
+    """The text of `parts`; `where` is their path in the body."""
     texts: list[str] = []
     for index, part in enumerate(parts):
-        param = f"{where}.content.{index}"
+        param = f"{where}.{index}"
         if part.type in _SPOKEN and part.text is not None:
             texts.append(part.text)
         elif part.type == "refusal" and part.refusal is not None:
@@ -209,11 +220,11 @@ def _refuse_completion(body: CompletionBody) -> None:
         raise InvalidRequest("max_tokens: 0 is only allowed with echo", param="max_tokens")
 
 
-def _refuse_common(body: CompletionFields) -> None:
+def refuse_common(body: CompletionFields) -> None:
     refuse_fields(body.model_extra)
     if body.allowed_token_ids is not None and not body.allowed_token_ids:
         raise InvalidRequest("allowed_token_ids: names no token", param="allowed_token_ids")
-    if any(not word.strip() for word in body.bad_words or ()):
+    if body.bad_words and not all(map(str.strip, body.bad_words)):
         raise InvalidRequest("bad_words: a word must be more than blanks", param="bad_words")
     if body.truncate_prompt_tokens == 0:
         raise InvalidRequest(
@@ -225,7 +236,22 @@ def _refuse_common(body: CompletionFields) -> None:
         raise InvalidRequest("stream_options: needs stream to be true", param="stream_options")
 
 
-def _sampling(
+def refuse_token_fields(body: ChatBody | CompletionBody) -> None:
+    """For a model on another server, whose tokens are not known here."""
+    is_text = isinstance(body, CompletionBody)
+    wanted = {
+        "return_token_ids": body.return_token_ids,
+        "return_tokens_as_token_ids": body.return_tokens_as_token_ids,
+        "echo": is_text and body.echo,
+        "logprobs": is_text and body.logprobs is not None,
+    }
+    for name, value in wanted.items():
+        if value:
+            text = f"{name}: this model is on another server, its tokens are not known here"
+            raise UnsupportedFeature(text, param=name)
+
+
+def sampling_of(
     body: CompletionFields, logprobs: int | None, prompt_logprobs: int | None
 ) -> Sampling:
     beams = (body.n or 1) if body.use_beam_search else None
@@ -265,15 +291,16 @@ def _truncation(body: CompletionFields) -> PromptTruncation | None:
 
 
 def _logit_bias(given: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
-    pairs = given or {}
-    odd = [key for key in pairs if not (key.isascii() and key.isdigit() and len(key) < 10)]
+    if not given:
+        return ()
+    odd = [key for key in given if not (key.isascii() and key.isdigit() and len(key) < 10)]
     if odd:
         named = ", ".join(repr(key[:40]) for key in odd[:5])
         raise InvalidRequest(f"logit_bias: keys must be token ids, not {named}", param="logit_bias")
-    return tuple(sorted((int(key), bias) for key, bias in pairs.items()))
+    return tuple(sorted((int(key), bias) for key, bias in given.items()))
 
 
-def _limits(body: CompletionFields, max_tokens: int | None, caller: CallerInfo) -> Limits:
+def limits_of(body: CompletionFields, max_tokens: int | None, caller: CallerInfo) -> Limits:
     stop = body.stop
     return Limits(
         max_tokens=max_tokens,
@@ -291,15 +318,16 @@ def _limits(body: CompletionFields, max_tokens: int | None, caller: CallerInfo) 
     )
 
 
-def _hints(body: CompletionFields) -> RouteHints:
-    return RouteHints(body.model, adapter_hints(body.experts))
+def hints_of(body: CompletionFields, caller: CallerInfo) -> RouteHints:
+    intent = body.intent or caller.intent
+    return RouteHints(body.model, adapter_hints(body.experts), intent=intent)
 
 
-def _session(body: CompletionFields, caller: CallerInfo) -> str | None:
-    return caller.session_key(body.cache_key or body.prompt_cache_key, *_users(body))
+def session_of(body: CompletionFields, caller: CallerInfo) -> str | None:
+    return caller.session_key(body.cache_key or body.prompt_cache_key, *users_of(body))
 
 
-def _users(body: CompletionFields) -> tuple[str | None, str | None]:
+def users_of(body: CompletionFields) -> tuple[str | None, str | None]:
     """The fields that name a user."""
     user_id = (body.metadata or {}).get("user_id")
     return user_id if isinstance(user_id, str) else None, body.user

@@ -61,15 +61,17 @@ def _is_added(text: str, token: int, tokenizer: Tokenizer) -> bool:
     return not text.startswith(tokenizer.token_bytes(token).decode(errors="replace"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TextShape:
     id: str
     created: int
+    # may change until the first event: another specialist may answer
     model: str
     # per prompt
     num_choices: int
     prompts: tuple[Prompt, ...]
-    tokenizer: Tokenizer
+    # None if another server answers: then nothing that needs tokens was asked for
+    tokenizer: Tokenizer | None
     include_usage: bool = False
     # send the usage in every chunk
     continuous_usage: bool = False
@@ -88,6 +90,11 @@ class TextShape:
     def num_prompts(self) -> int:
         return len(self.prompts)
 
+    @property
+    def own_tokenizer(self) -> Tokenizer:
+        assert self.tokenizer is not None, "refused before"
+        return self.tokenizer
+
     def head(self) -> dict[str, Any]:
         return {
             "id": self.id,
@@ -101,11 +108,11 @@ class TextShape:
         return part_id(self.id, prompt, self.num_prompts)
 
     def echoed(self, prompt: int, started: Started) -> EchoedPrompt:
-        return echo_of(self.prompts[prompt], started.prompt_ids, self.tokenizer)
+        return echo_of(self.prompts[prompt], started.prompt_ids, self.own_tokenizer)
 
     def listed(self, start: int = 0) -> LegacyLogprobs:
         """Logprob lists for one choice, whose text begins after `start` characters."""
-        offsets = TextOffsets(pieces_of(self.tokenizer, self.skip_special), start)
+        offsets = TextOffsets(pieces_of(self.own_tokenizer, self.skip_special), start)
         return LegacyLogprobs(offsets, self.logprobs or 0, self.names_ids)
 
     def usage(self, usage: Usage) -> dict[str, Any]:
@@ -161,7 +168,9 @@ def _scores(started: Started | None) -> Sequence[TokenLogprob | None]:
 def _echo_logprobs(shape: TextShape, echo: EchoedPrompt, started: Started | None) -> dict[str, Any]:
     """The prompt's part of the lists; its first token has no logprob."""
     tokens = [
-        TokenLogprob(token, *token_name(shape.tokenizer, token), math.nan) if one is None else one
+        TokenLogprob(token, *token_name(shape.own_tokenizer, token), math.nan)
+        if one is None
+        else one
         for token, one in zip(echo.ids, _scores(started), strict=True)
     ]
     return shape.listed().lists(tokens, echo.offsets)
@@ -182,14 +191,16 @@ class TextStream:
         needs_dicts = shape.logprobs is not None or shape.token_ids or shape.scores_prompt
         self.plain = not needs_dicts and self.spent is None
         self._prompt_of = {shape.part_id(i): i for i in range(shape.num_prompts)}
-        self._head = b"data: " + encode(shape.head())[:-1] + b',"choices":['
+        # these are known at the first event
+        self._head, self._before = b"", list[bytes]()
         self._tail = b'],"usage":null}\n\n' if shape.include_usage else b"]}\n\n"
-        self._before = [self._head + b'{"index":%d,"text":' % index for index in range(total)]
         self._after = b',"logprobs":null,"finish_reason":null}' + self._tail
 
     def render(self, event: Event) -> bytes:
         if self.spent is not None:
             self.spent.take(event)
+        if not self._head:
+            self._set_head()
         if type(event) is Delta:
             if self.plain and event.finish_reason is None:
                 if not event.text:
@@ -207,6 +218,11 @@ class TextStream:
 
     def error(self, error: CoterieError) -> bytes:
         return error_frame(error, self.shape.id)
+
+    def _set_head(self) -> None:
+        self._head = b"data: " + encode(self.shape.head())[:-1] + b',"choices":['
+        total = len(self.lengths)
+        self._before = [self._head + b'{"index":%d,"text":' % index for index in range(total)]
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         if self.spent is None:

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from coterie.api.body import QueryParameters, RequestBody
 from coterie.api.body_fields import (
     Experts,
+    Intent,
     MaxTokens,
     MinTokens,
     bounds,
@@ -180,8 +181,10 @@ class CompletionFields(ConstraintFields):
     cache_key: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
-    # an extension of this server: applied after the experts that `model` names
+    # extensions of this server: applied after the experts that `model` names; with `model` "auto",
+    # a specialist that serves this intent answers
     experts: Experts | None = None
+    intent: Intent | None = None
 
 
 class ChatBody(CompletionFields):

@@ -266,7 +266,10 @@ class HttpConnection(_WatchedProtocol, HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._add(len(name) + len(value) + 4)
+        # as `_add`, without a call: there are many headers
+        self._header_bytes += len(name) + len(value) + 4
+        if self._header_bytes > self.watching.settings.max_header_bytes:
+            raise _TooLarge
         super().on_header(name, value)
 
     def _add(self, count: int) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -17,7 +18,15 @@ from google.protobuf import json_format, struct_pb2
 from coterie.api.auth import AccessKeys
 from coterie.api.body import aside, check
 from coterie.api.dialect import CallerInfo, ParsedRequest
-from coterie.api.door import CLIENT_CLOSED, Exchange, log_fault, new_id, reason_of
+from coterie.api.door import (
+    CLIENT_CLOSED,
+    Exchange,
+    RefusalReceipts,
+    log_fault,
+    new_id,
+    note_receipt,
+    refusal_receipt,
+)
 from coterie.api.errors import OPENAI, encode, public_message, status_of
 from coterie.api.native.feedback import FeedbackBody
 from coterie.api.native.infer import submit
@@ -33,6 +42,7 @@ from coterie.api.proto.coterie.v1 import inference_pb2 as pb
 from coterie.core.errors import CoterieError, InternalError, InvalidRequest
 from coterie.core.events import Failed, Finished
 from coterie.core.job import JobQuery
+from coterie.core.receipt import reason_of
 from coterie.obs.log import log
 from coterie.service.jobs.service import JobService
 from coterie.service.records.log import InferenceRecords
@@ -50,6 +60,8 @@ class GrpcServices:
     jobs: JobService
     records: InferenceRecords
     body_reader: InferBodyReader
+    # makes receipts of requests that cannot be read
+    refusals: RefusalReceipts
 
 
 class InferenceCalls:
@@ -57,13 +69,13 @@ class InferenceCalls:
         self._services = services
 
     async def infer(self, request: pb.InferRequest, call: GrpcCall) -> pb.InferenceResult:
-        inference = RunningInference(self._services.service, await self._receive(request, call))
+        inference = await self._running(request, call)
         result = await inference.result()
         call.exchange.prompt_tokens, call.exchange.completion_tokens = inference.tokens()
         return message_of(pb.InferenceResult, answer_fields(result))
 
     async def infer_stream(self, request: pb.InferRequest, call: GrpcCall) -> Events:
-        inference = RunningInference(self._services.service, await self._receive(request, call))
+        inference = await self._running(request, call)
         async with aclosing(inference.events) as events:
             async for event in events:
                 frame = inference.frame(event)
@@ -106,6 +118,13 @@ class InferenceCalls:
         good = body.verdict == "good"
         await self._services.records.feedback(body.job_id, call.tenant, good, body.comment or "")
         return pb.FeedbackAnswer(job_id=body.job_id, verdict=body.verdict)
+
+    async def _running(self, request: pb.InferRequest, call: GrpcCall) -> RunningInference:
+        exchange = call.exchange
+        exchange.refusals = self._services.refusals
+        parsed = await self._receive(request, call)
+        exchange.model = parsed.request.hints.model or ""
+        return RunningInference(self._services.service, parsed, partial(note_receipt, exchange))
 
     async def _receive(self, request: pb.InferRequest, call: GrpcCall) -> ParsedRequest:
         if call.deadline_s is not None:
@@ -285,7 +304,10 @@ class _CallRecord:
             log_fault(error, self.exchange.request_id)
             error = InternalError("the server failed to answer; the log has the request id")
         self.exchange.status, self.exchange.reason = status_of(error, OPENAI), reason_of(error)
+        receipt = refusal_receipt(error, self.exchange)
         details = details_of(error, self.exchange.request_id)
+        if receipt is not None:
+            details += (("x-coterie-receipt", receipt.request_id),)
         await self._context.abort(grpc_status_of(error), public_message(error), details)
 
     def log(self) -> None:
@@ -326,6 +348,7 @@ STATUSES = {
     "invalid_request": _Code.INVALID_ARGUMENT,
     "context_length_exceeded": _Code.INVALID_ARGUMENT,
     "unsupported": _Code.INVALID_ARGUMENT,
+    "previous_response_not_found": _Code.INVALID_ARGUMENT,
     "request_too_large": _Code.RESOURCE_EXHAUSTED,
     "unsupported_media_type": _Code.INVALID_ARGUMENT,
     "misdirected": _Code.PERMISSION_DENIED,
@@ -334,6 +357,7 @@ STATUSES = {
     "not_found": _Code.NOT_FOUND,
     "conflict": _Code.ALREADY_EXISTS,
     "overloaded": _Code.RESOURCE_EXHAUSTED,
+    "saturated": _Code.RESOURCE_EXHAUSTED,
     "unavailable": _Code.UNAVAILABLE,
     "deadline_exceeded": _Code.DEADLINE_EXCEEDED,
 }

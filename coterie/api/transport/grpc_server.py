@@ -63,7 +63,10 @@ class GrpcServer:
             ),
             maximum_concurrent_rpcs=MAX_CALLS,
         )
-        calls = InferenceCalls(GrpcServices(pipeline, pipeline.jobs, pipeline.records, body_reader))
+        services = GrpcServices(
+            pipeline, pipeline.jobs, pipeline.records, body_reader, pipeline.receipts
+        )
+        calls = InferenceCalls(services)
         health = HealthCalls(lambda: pipeline.health().ready)
         generic = grpc.method_handlers_generic_handler
         self._server.add_generic_rpc_handlers(

@@ -6,8 +6,8 @@ An error before the first event gets its HTTP status; an error after it becomes 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -20,6 +20,8 @@ from coterie.core.events import Delta, Event, Failed, Finished
 # how long to wait for an error that could still get an HTTP status; then the headers are sent
 COMMIT_S = 2.0
 KEEPALIVE_S = 5.0
+# from then on it is noticed at once that a client has disconnected
+WATCH_AFTER_S = 0.01
 
 Events = AsyncGenerator[Event, None]
 
@@ -36,33 +38,44 @@ class StreamRenderer(Protocol):
         """The last frame of a stream that failed."""
 
 
-@asynccontextmanager
-async def while_connected(receive: Receive) -> AsyncIterator[None]:
+class WhileConnected:
     """Cancels the `with` block when the client disconnects, and raises ClientGone."""
-    task = asyncio.current_task()
-    assert task is not None
-    is_gone = False
 
-    def cancel(_: asyncio.Future[None]) -> None:
-        nonlocal is_gone
-        is_gone = True
-        task.cancel()
+    __slots__ = ("_is_gone", "_receive", "_starting", "_task", "_watcher")
 
-    watcher = asyncio.ensure_future(_disconnect(receive))
-    watcher.add_done_callback(cancel)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not is_gone:
-            raise
-    finally:
-        watcher.remove_done_callback(cancel)
-        await _end(watcher)
-    if is_gone:
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_gone = False
+        self._watcher: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        # a task for an answer that comes at once would take longer than the answer
+        loop = asyncio.get_running_loop()
+        self._starting = loop.call_later(WATCH_AFTER_S, self._watch)
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._starting.cancel()
+        watcher = self._watcher
+        if watcher is not None:
+            watcher.remove_done_callback(self._cancel)
+            await _end(watcher)
+        if not self._is_gone or not (kind is None or issubclass(kind, asyncio.CancelledError)):
+            return
         # the task may also have been cancelled by other code
-        if task.uncancel():
+        if self._task.uncancel():
             raise asyncio.CancelledError
         raise ClientGone
+
+    def _watch(self) -> None:
+        self._watcher = asyncio.ensure_future(_disconnect(self._receive))
+        self._watcher.add_done_callback(self._cancel)
+
+    def _cancel(self, _: asyncio.Future[None]) -> None:
+        self._is_gone = True
+        self._task.cancel()
 
 
 async def _end(task: asyncio.Future[Any]) -> None:
@@ -97,12 +110,15 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with while_connected(receive):
-                await self._run(send)
+            async with WhileConnected(receive):
+                write = await self._run(send)
+            # outside: after its last byte a connection counts as disconnected
+            await write({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await self.events.aclose()
 
-    async def _run(self, send: Send) -> None:
+    async def _run(self, send: Send) -> Send:
+        """Sends everything but the end; returns the function that sends."""
         first = asyncio.ensure_future(anext(self.events))
         beat: asyncio.Future[None] | None = None
         try:
@@ -116,7 +132,7 @@ class EventStream(Response):
             write = self.exchange.send or send
             beat = asyncio.ensure_future(self._keep_alive(write))
             await self._forward(first, write)
-            await write({"type": "http.response.body", "body": b"", "more_body": False})
+            return write
         finally:
             if beat is not None:
                 await _end(beat)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -20,11 +21,13 @@ from coterie.api.dialect import CallerInfo
 from coterie.api.door import (
     CLIENT_CLOSED,
     Exchange,
+    RefusalReceipts,
     error_response,
     log_exchange,
     log_fault,
     new_id,
-    reason_of,
+    note_receipt,
+    refusal_receipt,
 )
 from coterie.api.errors import OPENAI, encode, status_of
 from coterie.api.native.infer_answer import ERROR, InferencePipeline, RunningInference, error_fields
@@ -36,6 +39,7 @@ from coterie.core.errors import (
     NotFound,
     Overloaded,
 )
+from coterie.core.receipt import reason_of
 
 PATH = "/v1/infer/ws"
 # the subprotocol of this server, and the prefix of a subprotocol that carries a key
@@ -52,8 +56,9 @@ class InferSocket:
         keys: AccessKeys,
         origins: OriginCheck,
         idle_timeout_s: float,
+        refusals: RefusalReceipts | None = None,
     ) -> None:
-        self.service = service
+        self.service, self.refusals = service, refusals
         self.body_reader = body_reader
         self.keys = keys
         self.origins = origins
@@ -75,9 +80,15 @@ class InferSocket:
         await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
         self._num_open += 1
         try:
-            await SocketHandler(
-                websocket, self.service, self.body_reader, exchange.tenant, self.idle_timeout_s
-            ).run()
+            handler = SocketHandler(
+                websocket,
+                self.service,
+                self.body_reader,
+                exchange.tenant,
+                self.idle_timeout_s,
+                self.refusals,
+            )
+            await handler.run()
         finally:
             self._num_open -= 1
             exchange.status = 101
@@ -120,8 +131,11 @@ class SocketHandler:
         body_reader: InferBodyReader,
         tenant: str,
         idle_timeout_s: float,
+        refusals: RefusalReceipts | None = None,
     ) -> None:
-        """`idle_timeout_s`: how long a client without running requests may stay silent."""
+        """`idle_timeout_s`: how long a client without running requests may stay silent.
+        `refusals`: makes receipts of requests that cannot be read."""
+        self._refusals = refusals
         self._websocket, self._idle_timeout_s = websocket, idle_timeout_s
         self._service, self._body_reader, self._tenant = service, body_reader, tenant
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -162,11 +176,13 @@ class SocketHandler:
 
     async def _take(self, raw: bytes) -> None:
         """Handle one message: a request body, or `{"cancel": job_id}`."""
-        arrived_at, tag = time.monotonic(), None
+        exchange, tag = Exchange(new_id("req_"), OPENAI, time.monotonic(), self._tenant), None
+        exchange.refusals = self._refusals
         try:
             payload = await aside(len(raw), decode, raw)
             if isinstance(payload, dict):
                 if "cancel" in payload:
+                    exchange.refusals = None
                     self._cancel(payload)
                     return
                 tag = _tag(payload)
@@ -174,25 +190,28 @@ class SocketHandler:
                 raise Overloaded(
                     f"{MAX_OVERLAP} requests run on this connection already", retry_after_s=1.0
                 )
-            caller = CallerInfo(self._tenant, arrived_at)
+            caller = CallerInfo(self._tenant, exchange.arrived_at)
             parsed = await self._body_reader.receive(payload, caller, len(raw))
-            inference = RunningInference(self._service, parsed)
+            exchange.model = parsed.request.hints.model or ""
+            inference = RunningInference(self._service, parsed, partial(note_receipt, exchange))
         except Exception as error:
-            typed = _typed(error, "")
-            self._log_refusal(typed, arrived_at)
-            await self._send(ERROR, error_message(typed), {"request_id": tag} if tag else {})
+            await self._refuse(_typed(error, ""), exchange, tag)
             return
-        exchange = Exchange(inference.job_id, OPENAI, arrived_at, self._tenant)
+        exchange.request_id = inference.job_id
         task = asyncio.create_task(self._answer(inference, exchange, tag))
         self._running[inference.job_id] = task
         task.add_done_callback(lambda _: self._ended(inference.job_id))
         # let the task start: if it is cancelled before its start, it would send no last frame
         await asyncio.sleep(0)
 
-    def _log_refusal(self, error: CoterieError, arrived_at: float) -> None:
-        exchange = Exchange(new_id("req_"), OPENAI, arrived_at, self._tenant)
+    async def _refuse(self, error: CoterieError, exchange: Exchange, tag: str | None) -> None:
         exchange.status, exchange.reason = status_of(error, OPENAI), reason_of(error)
+        receipt = refusal_receipt(error, exchange)
         log_exchange(exchange, self._websocket.scope, "WEBSOCKET")
+        marks = {"request_id": tag} if tag else {}
+        if receipt is not None:
+            marks["receipt_id"] = receipt.request_id
+        await self._send(ERROR, error_message(error), marks)
 
     def _cancel(self, payload: dict[str, Any]) -> None:
         job_id = payload["cancel"]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 
+from coterie.cli.admin_client import add_server, ask
+from coterie.cli.ensemble import share
 from coterie.cli.expert import actions
 from coterie.cli.expert import actions as packing
 from coterie.cli.expert import evaluate as testing
 from coterie.cli.options import size
-from coterie.cli.terminal import ActionMenu, choose
+from coterie.cli.terminal import ActionMenu, choose, show
 from coterie.core.adapters import DEFAULTS
+from coterie.core.errors import ConfigError
 
 HELP = "pack, sign, verify and install experts: adapters for a base model"
 EPILOG = """\
@@ -80,6 +83,17 @@ examples:
   coterie expert alias sql sql@1.0.0         which version sql means
   coterie expert alias prod --off
 """
+_PROMOTE = """\
+examples:
+  coterie expert promote sql@2.0.0               sql means it from now on
+  coterie expert promote sql@2.0.0 --canary 5%
+  coterie expert promote sql --canary 5%         its newest version
+
+A canary gets this share of the requests that would run with the expert, on a
+running server. A sequential test compares the validated pass rates and decides:
+the version becomes current, or the one before stays. coterie ensemble status
+shows how far it is, coterie ensemble audit how it ended.
+"""
 _ROLLBACK = """\
 examples:
   coterie expert rollback sql       what sql meant before its last change
@@ -110,12 +124,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
     action.add_argument("name", nargs="?", metavar="NAME", help="an expert, or NAME@VERSION")
     action.add_argument("--off", action="store_true", help="take the alias away")
     _add_json(action)
+    action = menu.add("promote", promote, "make a version current, or try it first", _PROMOTE)
+    action.add_argument("name", metavar="NAME", help="NAME@VERSION, or NAME")
+    action.add_argument("--canary", type=share, metavar="P", help="such as 5%%")
+    add_server(action)
+    _add_json(action)
     action = menu.add("rollback", actions.rollback, "go back to the version before", _ROLLBACK)
     _add_name(action)
     testing.configure(menu.add("test", testing.execute, testing.HELP, testing.EPILOG))
 
 
 execute = choose
+
+
+def promote(args: argparse.Namespace) -> int:
+    """Without --canary in the registry of this machine, with it at a running server."""
+    if args.canary is not None:
+        body = {"expert": args.name, "share": args.canary}
+        report = ask(args, "POST", "/v1/ensemble/canaries", body)
+        text = f"{report['label']} gets {args.canary:.0%} until a test has decided"
+        return show(args, report, text)
+    name, _, version = args.name.partition("@")
+    if not version:
+        raise ConfigError("name the version to make current: NAME@VERSION", param="name")
+    args.alias, args.off = name, False
+    return actions.alias(args)
 
 
 def _configure_pack(menu: ActionMenu) -> None:

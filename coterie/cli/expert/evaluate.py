@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coterie.cli.options import add_model, count, fetch
+from coterie.cli.specialist import add_specialist, use_specialist
 from coterie.cli.terminal import facts, narrate, note, show, table
 from coterie.core.errors import NotFound
 
@@ -52,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "expert", metavar="NAME_OR_FILE", help="an installed expert (NAME@VERSION) or a package"
     )
     add_model(parser)
+    add_specialist(parser)
     parser.add_argument("--items", type=count, metavar="N", help="the first N only")
     parser.add_argument(
         "--language", metavar="CODE", help="its items in a language (de), or `all` of them"
@@ -66,6 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
+    args = use_specialist(args)
     several = read_stated(args.expert, args.language, args.source)
     with _open(args) as llm:
         llm.prepare([args.expert])

@@ -9,10 +9,14 @@ from __future__ import annotations
 import re
 import unicodedata
 from dataclasses import dataclass
+from functools import lru_cache
+
+from coterie.core.quick_init import quick_init
 
 _QUOTED = re.compile(
     r"\"[^\"\n]{1,600}\"|“[^”]{1,600}”|«[^»]{1,600}»|`[^`]{1,600}`|(?<![\w'])'[^'\n]{2,300}'(?!\w)"
 )
+_QUOTES = ('"', "“", "«", "`", "'")
 # text after "Translate this into French: " is material, text after "Text: " may be the instruction
 _AFTER_COLON = re.compile(r"^(\S+(?:[^\S\n]+\S+){2,}?):[^\S\n]+(\S.*)$", re.M)
 _MIN_INSTRUCTION_CHARS = 12
@@ -72,6 +76,7 @@ _KINDS = {
 _KIND_SETS = tuple(frozenset(word_list.split()) for word_list in _KINDS.values())
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class PromptInstruction:
     # of the text, with a mark in place of material
@@ -92,6 +97,8 @@ class PromptInstruction:
 NUM_KINDS = len(_KIND_SETS)
 
 
+# the matcher and the choice of a specialist read the same text
+@lru_cache(maxsize=4)
 def instruction(text: str) -> PromptInstruction:
     """`text` has a limited length."""
     rest, material = split_material(text)
@@ -115,7 +122,11 @@ def split_material(text: str) -> tuple[str, str]:
         material.append(match.group(2))
         return f"{match.group(1)} :{_MATERIAL}"
 
-    rest = _AFTER_COLON.sub(after_colon, _QUOTED.sub(quoted, text))
+    rest = text
+    if any(mark in rest for mark in _QUOTES):
+        rest = _QUOTED.sub(quoted, rest)
+    if ":" in rest:
+        rest = _AFTER_COLON.sub(after_colon, rest)
     return rest, " ".join(material)
 
 
@@ -141,8 +152,11 @@ def bounded(text: str) -> str:
     return f"{text[:HEAD_CHARS]}\n{text[-TAIL_CHARS:]}"
 
 
+# a text is read for its sketch, its instruction and its vector
+@lru_cache(maxsize=8)
 def words(text: str) -> list[str]:
-    """Runs of letters, runs of digits and single marks of a text of limited length."""
+    """Runs of letters, runs of digits and single marks of a text of limited length. The list is
+    shared: it must not be changed."""
     text = text.lower()
     if not text.isascii():
         parts = unicodedata.normalize("NFKD", text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from itertools import chain
 
 UNKNOWN = "und"
 
@@ -161,6 +162,7 @@ _ENDINGS = {
     "ben": "hu", "nak": "hu", "nek": "hu", "ság": "hu", "ség": "hu", "ova": "cs", "ost": "cs",
     "ului": "ro", "ilor": "ro", "eaza": "ro", "ează": "ro", "kan": "id", "nya": "id",
 }  # fmt: skip
+_MAX_KNOWN_WORDS = 50_000
 _LETTER_VOTE, _ENDING_VOTE = 0.9, 0.4
 # a word of one language counts more than a word of many
 _LEAST_VOTE = 0.12
@@ -221,12 +223,8 @@ def _by_script(text: str) -> str:
 
 def _by_words(text: str, words: Collection[str]) -> str:
     votes = [0.0] * len(_ORDER)
-    for word in words:
-        word_votes = _WORD_VOTES.get(word)
-        if word_votes is None:
-            word_votes = _by_ending(word)
-        for number, weight in word_votes:
-            votes[number] += weight
+    for number, weight in chain.from_iterable(map(_known_votes.__getitem__, words)):
+        votes[number] += weight
     if not text.isascii():
         for letter in set(text):
             for number, weight in _LETTER_VOTES.get(letter, ()):
@@ -235,6 +233,21 @@ def _by_words(text: str, words: Collection[str]) -> str:
     most = max(votes)
     # for equal votes, the first language of the table wins
     return _ORDER[votes.index(most)] if most >= _LEAST_VOTE else UNKNOWN
+
+
+class _KnownVotes(dict[str, Votes]):
+    """The votes of words: the small words of all languages, and words that were seen before."""
+
+    def __missing__(self, word: str) -> Votes:
+        votes = _by_ending(word)
+        if len(self) >= _MAX_KNOWN_WORDS:
+            self.clear()
+            self.update(_WORD_VOTES)
+        self[word] = votes
+        return votes
+
+
+_known_votes = _KnownVotes(_WORD_VOTES)
 
 
 def _by_ending(word: str) -> Votes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +27,8 @@ class Embedder(Protocol):
     name: str
     dim: int
 
+    def __hash__(self) -> int: ...
+
     def embed(self, text: str) -> Vector:
         """A vector of unit length, or zero for a text without words."""
 
@@ -42,23 +44,28 @@ class StaticEmbedder:
             texts = data["vocabulary"].tobytes().decode().split("\n")
             vectors = data["vectors"].astype(np.float32) * data["scales"].astype(np.float32)
         self._vectors: Vector = vectors
-        self._rows = {text: row for row, text in enumerate(texts)}
-        self._word_rows: dict[str, tuple[int, ...]] = {}
+        self._word_rows = _WordRows({text: row for row, text in enumerate(texts)})
         self.name, self.dim = "static", int(vectors.shape[1])
 
     def embed(self, text: str) -> Vector:
-        rows: list[int] = []
-        for word in words(bounded(text)):
-            cached = self._word_rows.get(word)
-            rows += self._find_rows(word) if cached is None else cached
+        known = self._word_rows.__getitem__
+        rows = list(chain.from_iterable(map(known, words(bounded(text)))))
         if not rows:
             return np.zeros(self.dim, np.float32)
-        return unit(self._vectors[rows].sum(axis=0))
+        return unit(np.add.reduce(self._vectors.take(rows, axis=0), axis=0))
 
-    def _find_rows(self, word: str) -> tuple[int, ...]:
-        if len(self._word_rows) >= _MAX_CACHED_WORDS:
-            self._word_rows.clear()
-        self._word_rows[word] = rows = self._pieces(word[:_MAX_WORD_CHARS])
+
+class _WordRows(dict[str, tuple[int, ...]]):
+    """Word -> the rows of its pieces. Most words of a text were seen before."""
+
+    def __init__(self, rows: dict[str, int]) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def __missing__(self, word: str) -> tuple[int, ...]:
+        if len(self) >= _MAX_CACHED_WORDS:
+            self.clear()
+        self[word] = rows = self._pieces(word[:_MAX_WORD_CHARS])
         return rows
 
     def _pieces(self, word: str) -> tuple[int, ...]:
@@ -90,7 +97,8 @@ class HashedEmbedder:
 
 
 def unit(vector: Vector) -> Vector:
-    length = float(np.linalg.norm(vector))
+    # as np.linalg.norm, which spends more time on its arguments
+    length = float(np.sqrt(vector.dot(vector)))
     return vector / np.float32(length) if length else vector
 
 

@@ -82,7 +82,8 @@ class Matcher:
         rows, scores = self._scored(query, k)
         order = np.lexsort((rows, -scores))[:k]
         best = scores[order].astype(np.float64)
-        similar, likely = np.clip((best + 1.0) / 2.0, 0.0, 1.0), self._calibration.probability(best)
+        similar = np.minimum(np.maximum((best + 1.0) / 2.0, 0.0), 1.0)
+        likely = self._calibration.probability(best)
         results = zip(rows[order].tolist(), similar.tolist(), likely.tolist(), strict=True)
         return [AdapterMatch(self._profiles[row], *figures) for row, *figures in results]
 
@@ -97,8 +98,9 @@ class Matcher:
             rough = self._short[rows] if self._graph is not None else self._short
             best = np.argpartition(rough @ _short_query(query) + word_scores, -k)[-k:]
             rows, word_scores = rows[best], word_scores[best]
-        sides = np.append(_ONE, query.form), np.append(_ONE, query.meaning)
-        pairs = np.outer(*sides).ravel()
+        form = np.concatenate((_ONE, query.form))
+        meaning = np.concatenate((_ONE, query.meaning))
+        pairs = (form[:, None] * meaning).ravel()
         scores: NDArray[np.float32] = self._joint[rows] @ pairs + word_scores
         return rows, scores
 
@@ -206,7 +208,8 @@ class ScoreCalibration:
 
     def probability(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
         logits = self.slope * scores + self.offset + self.bend * scores**3
-        probability: NDArray[np.float64] = 1.0 / (1.0 + np.exp(-np.clip(logits, -30.0, 30.0)))
+        bounded = np.minimum(np.maximum(logits, -30.0), 30.0)
+        probability: NDArray[np.float64] = 1.0 / (1.0 + np.exp(-bounded))
         return probability
 
 

@@ -10,11 +10,14 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.core.quick_init import quick_init
 from coterie.routing.features.instruction import (
     NUM_KINDS,
     OPENINGS,
@@ -36,8 +39,11 @@ JOINT_WEIGHT = np.float32(2.5)
 _OPENED_WORDS, _NEXT_WORDS = 12, 7
 _STEM = 5
 _LONGEST_NUMBER = 5
+# words and pairs of words whose buckets are remembered
+_MAX_KNOWN_WORDS, _MAX_KNOWN_PAIRS = 50_000, 50_000
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class TextSketch:
     # unit length [dim]
@@ -51,44 +57,112 @@ class TextSketch:
 
 
 def sketch(text: str, embedder: Embedder) -> TextSketch:
-    text = bounded(text)
+    return _sketch(bounded(text), embedder)
+
+
+class ReadText(NamedTuple):
+    """What a sketch is made of, and what the choice of a specialist reads of it."""
+
+    # unit length [dim]
+    meaning: Vector
+    # the entries of the shape that do not describe the opening, before they are scaled
+    shape: tuple[float, ...]
+    # one of OPENINGS
+    opening: str
+    # unique, each below NUM_BUCKETS: of the text, then of the instruction
+    grams: list[int]
+    # how many of them are of the text
+    num_first: int
+
+
+# one request asks twice, for its specialist and for its adapters
+@lru_cache(maxsize=4)
+def read_text(text: str, embedder: Embedder) -> ReadText:
+    """`text` has a limited length."""
     tokens, request = words(text), instruction(text)
-    halves = _buckets(_grams(tokens), 0), _buckets(_instruction_grams(request), _HALF)
-    weights = [np.full(len(half), _word_scale(len(half)), np.float32) for half in halves]
-    grams = np.array([*halves[0], *halves[1]], np.int32)
-    form = shape(text, tokens, request)
-    return TextSketch(embedder.embed(text), form, grams, np.concatenate(weights))
+    seen = _buckets(tokens)
+    first = sorted(seen)
+    # without material the words of the instruction are those of the text
+    asked = seen if request.words == tokens else _buckets(request.words)
+    second = sorted(asked.union(_opening_buckets(request)))
+    grams = first + [bucket + _HALF for bucket in second]
+    values = _shape_values(text, tokens, request)
+    return ReadText(embedder.embed(text), values, request.opening, grams, len(first))
 
 
-def _grams(tokens: list[str]) -> set[str]:
-    tokens_seen = _with_number_classes(tokens)
-    grams = set(tokens_seen)
-    grams.update(f"~{word[:_STEM]}" for word in tokens_seen if len(word) > _STEM)
-    grams.update(map(" ".join, pairwise(["<s>", *tokens_seen, "</s>"])))
-    return grams
+@lru_cache(maxsize=4)
+def _sketch(text: str, embedder: Embedder) -> TextSketch:
+    read = read_text(text, embedder)
+    first = read.num_first
+    grams = np.array(read.grams, np.int32)
+    weights = np.empty(len(grams), np.float32)
+    weights[:first] = _word_scale(first)
+    weights[first:] = _word_scale(len(grams) - first)
+    return TextSketch(read.meaning, _form(read.shape, read.opening), grams, weights)
 
 
-def _instruction_grams(request: PromptInstruction) -> set[str]:
-    """The words in order, and combinations of the opening word or its kind with the words after
-    it."""
-    tokens, start = _with_number_classes(request.words), request.opening_index
-    grams = _grams(request.words)
-    first = tokens[start] if tokens else ""
-    following = [word for word in tokens[start + 1 : start + _OPENED_WORDS] if len(word) > 2]
-    grams.update(f"{request.opening}>{word}" for word in following)
-    near = [word for word in tokens[start + 1 : start + _NEXT_WORDS] if len(word) > 2]
-    grams.update(f"{first}>>{word}" for word in near)
-    return grams
+def _bucket(gram: str) -> int:
+    return zlib.crc32(gram.encode()) % _HALF
 
 
-def _with_number_classes(tokens: list[str]) -> list[str]:
-    return [f"#{min(len(w), _LONGEST_NUMBER)}" if w.isdigit() else w for w in tokens]
+class _WordBuckets(dict[str, tuple[int, ...]]):
+    """Word -> the buckets of the word and of its beginning. Most words of a text were seen
+    before."""
+
+    def __missing__(self, token: str) -> tuple[int, ...]:
+        word = _number_class(token)
+        found: tuple[int, ...] = (_bucket(word),)
+        if len(word) > _STEM:
+            found += (_bucket(f"~{word[:_STEM]}"),)
+        if len(self) >= _MAX_KNOWN_WORDS:
+            self.clear()
+        self[token] = found
+        return found
 
 
-def _buckets(grams: set[str], first: int) -> list[int]:
-    return sorted({first + zlib.crc32(gram.encode()) % _HALF for gram in grams})
+class _PairBuckets(dict[tuple[str, str], int]):
+    """Two words -> the bucket of both, with `joint` between them."""
+
+    def __init__(self, joint: str) -> None:
+        super().__init__()
+        self.joint = joint
+
+    def __missing__(self, pair: tuple[str, str]) -> int:
+        found = _bucket(self.joint.join(map(_number_class, pair)))
+        if len(self) >= _MAX_KNOWN_PAIRS:
+            self.clear()
+        self[pair] = found
+        return found
 
 
+_word_buckets = _WordBuckets()
+_next_to, _opened_by, _begun_by = _PairBuckets(" "), _PairBuckets(">"), _PairBuckets(">>")
+
+
+def _buckets(tokens: list[str]) -> set[int]:
+    """Of words, beginnings of words and pairs of words."""
+    # most numbers were not seen before, but their classes were
+    tokens = [_number_class(token) if token.isdigit() else token for token in tokens]
+    found = set(chain.from_iterable(map(_word_buckets.__getitem__, tokens)))
+    found.update(map(_next_to.__getitem__, pairwise(["<s>", *tokens, "</s>"])))
+    return found
+
+
+def _opening_buckets(request: PromptInstruction) -> list[int]:
+    """Of combinations of the opening word or its kind with the words after it."""
+    start, tokens = request.opening_index, request.words
+    after = tokens[start + 1 : start + _OPENED_WORDS]
+    far = [word for word in after if len(word) > 2 and not word.isdigit()]
+    near = [word for word in after[: _NEXT_WORDS - 1] if len(word) > 2 and not word.isdigit()]
+    found = [_opened_by[request.opening, word] for word in far]
+    return found + [_begun_by[tokens[start], word] for word in near]
+
+
+def _number_class(word: str) -> str:
+    return f"#{min(len(word), _LONGEST_NUMBER)}" if word.isdigit() else word
+
+
+@lru_cache(maxsize=4096)
 def _word_scale(count: int) -> float:
     return float(np.sqrt(WORD_WEIGHT / max(1, count)))
 
@@ -132,35 +206,20 @@ _OPENING = _ASKING | frozenset(
     "which is are do does can could should will would did".split()  # noqa: SIM905
 )
 _QUOTED = re.compile(r"\"[^\"]{12,}\"|“[^”]+”|(?<!\w)'[^'\n]{12,}'(?!\w)")
-_PATTERNS = tuple(
-    re.compile(text)
-    for text in (
-        r"\d",
-        r"\d{4}",
-        # a table with its columns, a list of three
-        r"\w+ ?\(\w+(, ?\w+)+\)",
-        r"\w+, \w+(, \w+)+",
-        r"\{",
-        r"<",
-        r"[;={}]",
-        # more than one sentence
-        r"[.?!]\s+\S",
-        r"\b[A-Z]{2,}\b",
-        r"/",
-        r"->|→",
-        r"\?",
-        r":",
-        r"\n",
-        r"\n(?:.*\n){2}",
-        r"\?\s*$",
-    )
-)
+_NUM_PATTERNS = 16
+_DIGIT, _YEAR = re.compile(r"\d"), re.compile(r"\d{4}")
+# a table with its columns, a list of three
+_TABLE, _LIST = re.compile(r"\w ?\(\w+(, ?\w+)+\)"), re.compile(r"\w, \w+, \w")
+_CODE_MARK, _NEXT_SENTENCE = re.compile(r"[;={}]"), re.compile(r"[.?!]\s+\S")
+_CAPITALS, _THREE_LINES = re.compile(r"\b[A-Z]{2,}\b"), re.compile(r"\n(?:.*\n){2}")
+_ASKS_AT_END = re.compile(r"\?\s*$")
 _CAPITALISED = re.compile(r"\b[A-Z][a-z]+")
 _FOREIGN = re.compile(r"[^\u0000-\u0250]")
 # the squares of the entries sum to about one for a typical text
-_SCALE = np.float32(math.sqrt(0.1))
+SHAPE_SCALE = np.float32(math.sqrt(0.1))
 # number of entries that do not describe the opening of the instruction
-_NUM_GENERAL = 18 + NUM_KINDS + len(_PATTERNS)
+_NUM_GENERAL = 18 + NUM_KINDS + _NUM_PATTERNS
+_OPENING_PLACE = {name: _NUM_GENERAL + place for place, name in enumerate(OPENINGS)}
 DIM = _NUM_GENERAL + len(OPENINGS)
 
 
@@ -171,15 +230,27 @@ def shape(
     instruction."""
     tokens = words(text) if tokens is None else tokens
     request = instruction(text) if request is None else request
+    return _form(_shape_values(text, tokens, request), request.opening)
+
+
+def _form(values: tuple[float, ...], opening: str) -> NDArray[np.float32]:
+    form = np.zeros(DIM, np.float32)
+    form[:_NUM_GENERAL] = values
+    form[_OPENING_PLACE[opening]] = 1.0
+    form *= SHAPE_SCALE
+    return form
+
+
+def _shape_values(text: str, tokens: list[str], request: PromptInstruction) -> tuple[float, ...]:
+    """`_NUM_GENERAL` of them."""
     count, first = len(tokens), tokens[0] if tokens else ""
-    values = np.zeros(DIM, np.float32)
-    values[:_NUM_GENERAL] = (
+    return (
         1.0,
         first in _OPENING,
         first in _ASKING,
         first.endswith("ing"),
-        _QUOTED.search(text) is not None,
-        len(_FOREIGN.findall(text)) > 3,
+        ('"' in text or "“" in text or "'" in text) and _QUOTED.search(text) is not None,
+        not text.isascii() and len(_FOREIGN.findall(text)) > 3,
         math.log1p(count) / 4,
         count < 5,
         count < 9,
@@ -193,7 +264,29 @@ def shape(
         len(request.words) < 6,
         len(request.words) < 10,
         *request.kinds(),
-        *(pattern.search(text) is not None for pattern in _PATTERNS),
+        *_patterns(text),
     )
-    values[_NUM_GENERAL + OPENINGS.index(request.opening)] = 1.0
-    return values * _SCALE
+
+
+def _patterns(text: str) -> tuple[bool, ...]:
+    """`_NUM_PATTERNS` of them. A pattern is searched for only if the text has what every match
+    contains."""
+    has_digit, asks, has_line = _DIGIT.search(text) is not None, "?" in text, "\n" in text
+    return (
+        has_digit,
+        has_digit and _YEAR.search(text) is not None,
+        "(" in text and _TABLE.search(text) is not None,
+        ", " in text and _LIST.search(text) is not None,
+        "{" in text,
+        "<" in text,
+        _CODE_MARK.search(text) is not None,
+        _NEXT_SENTENCE.search(text) is not None,
+        _CAPITALS.search(text) is not None,
+        "/" in text,
+        "->" in text or "→" in text,
+        asks,
+        ":" in text,
+        has_line,
+        has_line and _THREE_LINES.search(text) is not None,
+        asks and _ASKS_AT_END.search(text) is not None,
+    )

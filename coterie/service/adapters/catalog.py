@@ -72,6 +72,8 @@ class AdapterCatalog:
         self._poller: asyncio.Task[None] | None = None
         # digests that are no longer installed, but whose files may still exist
         self._removed: set[str] = set()
+        # adapters that specialists always run with, by digest: kept even if they are removed
+        self._fixed: Mapping[str, AdapterProfile] = {}
         self._cleanup_due = asyncio.Event()
         self._cleaner: asyncio.Task[None] | None = None
 
@@ -90,6 +92,19 @@ class AdapterCatalog:
             return
         self._poller = asyncio.ensure_future(self._poll())
         self._cleaner = asyncio.ensure_future(self._clean_up())
+
+    def read_once(self) -> None:
+        """Read what is installed, for a command: no poller, no matcher, nothing to close. Raises
+        an error of the registry."""
+        if self._root is None:
+            return
+        from coterie.packages.registry import AdapterRegistry
+
+        registry = AdapterRegistry(self._root)
+        try:
+            self._snapshot = self._read(registry)
+        finally:
+            registry.close()
 
     async def close(self) -> None:
         tasks = [task for task in (self._poller, self._cleaner) if task is not None]
@@ -125,12 +140,26 @@ class AdapterCatalog:
         return list(self._snapshot.versions.values())
 
     def by_digest(self, digest: str) -> AdapterCard | None:
-        return self._snapshot.by_digest.get(digest)
+        card = self._snapshot.by_digest.get(digest)
+        if card is None and digest in self._fixed:
+            card = self._fixed[digest].card
+        return card
 
     def profile(self, card: AdapterCard) -> AdapterProfile:
         """The profile in its package; only the card if it was removed in the meantime."""
         profile = self._snapshot.profiles.get((card.name, card.version))
+        if profile is None:
+            profile = self._fixed.get(card.digest)
         return AdapterProfile(card) if profile is None else profile
+
+    def is_damaged(self, digest: str) -> bool:
+        return digest in self._damaged
+
+    def keep(self, profiles: Iterable[AdapterProfile]) -> None:
+        """Keep the files of these adapters from now on, and no longer those of the last call."""
+        before, self._fixed = self._fixed, {item.card.digest: item for item in profiles}
+        if self._removed.intersection(before):
+            self._cleanup_due.set()
 
     def current_profiles(self) -> Mapping[str, AdapterProfile]:
         return self._snapshot.current_profiles
@@ -170,7 +199,7 @@ class AdapterCatalog:
 
     def hold(self, adapters: Sequence[AdapterChoice]) -> AdapterLease:
         """Keep the files of a plan's adapters. Must be called before any other code can run."""
-        cards = (self._snapshot.by_digest.get(item.digest) for item in adapters)
+        cards = (self.by_digest(item.digest) for item in adapters)
         return self.leases.take(adapters, sum(c.num_virtual_tokens for c in cards if c is not None))
 
     # for admins: runs on the registry's thread
@@ -200,6 +229,11 @@ class AdapterCatalog:
 
     async def refresh(self) -> None:
         self._show(await self._call(self._read, self._opened()))
+
+    async def refresh_if_open(self) -> None:
+        """The same; a server without a readable registry goes on without."""
+        if self._registry is not None:
+            await self.refresh()
 
     def _show(self, snapshot: CatalogSnapshot) -> None:
         """Make `snapshot` the current one. All snapshots come from one thread, so in order."""
@@ -260,7 +294,7 @@ class AdapterCatalog:
             await self._cleanup_due.wait()
             await asyncio.sleep(SETTLE_S)
             self._cleanup_due.clear()
-            idle = self._removed - self.leases.digests_in_use()
+            idle = self._removed - self.leases.digests_in_use() - self._fixed.keys()
             self._removed -= idle
             if idle and (left := await self._done(partial(_free, registry, idle))):
                 # too new, or installed again, which the next snapshot will show

@@ -46,6 +46,7 @@ class _Spec(msgspec.Struct, omit_defaults=True):
     session: str | None = None
     user_id: str = ""
     explain: bool = False
+    keeps_deltas: bool = False
 
 
 class PlannedRun(msgspec.Struct):
@@ -76,6 +77,7 @@ def encode_spec(spec: JobSpec) -> bytes:
         session=request.session,
         user_id=request.user_id,
         explain=spec.explain,
+        keeps_deltas=spec.keeps_deltas,
     )
     return _written(stored)
 
@@ -99,7 +101,7 @@ def decode_spec(raw: bytes, arrived_at: float, submitted_at: float) -> JobSpec:
         submitted_at=submitted_at,
         user_id=stored.user_id,
     )
-    return JobSpec(request, stored.explain, stored.vendor)
+    return JobSpec(request, stored.explain, stored.vendor, stored.keeps_deltas)
 
 
 def encode_plan(plan: RoutePlan) -> bytes:

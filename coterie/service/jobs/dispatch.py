@@ -31,6 +31,7 @@ from coterie.service.jobs.codec import (
     encode_result,
 )
 from coterie.service.jobs.store import RETRY_S, JobEnd, JobStore, WaitingJob
+from coterie.service.quotas import QuotaUse
 from coterie.service.request_limits import Events, until_deadline
 
 # size of all waiting requests on disk
@@ -215,6 +216,7 @@ class JobPipeline(Protocol):
     def resolve(self, hints: RouteHints) -> str: ...
     async def check_format(self, request: InferenceRequest) -> None: ...
     def within_rights(self, request: InferenceRequest) -> InferenceRequest: ...
+    def count_request(self, request: InferenceRequest) -> QuotaUse: ...
     def expected_wait_s(self) -> float: ...
     def handle(
         self,
@@ -270,7 +272,9 @@ class JobRun:
     async def _answer(self, spec: JobSpec, stored: PlannedRun | None) -> JobEnd | None:
         plans, events = await self._events(spec, stored)
         async with aclosing(events):
-            builder = AnswerBuilder(self._id, plans, explain=spec.explain)
+            builder = AnswerBuilder(
+                self._id, plans, explain=spec.explain, keeps_deltas=spec.keeps_deltas
+            )
             async for event in events:
                 if not self._started and not await self._begin(plans[-1]):
                     return None

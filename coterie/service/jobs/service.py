@@ -97,16 +97,17 @@ class JobService:
         process dies."""
         if self._dispatcher.is_paused:
             raise Unavailable("the server is shutting down")
+        spec = replace(spec, request=self._pipeline.within_rights(spec.request))
         self._pipeline.resolve(spec.request.hints)
         await self._pipeline.check_format(spec.request)
-        spec = replace(spec, request=self._pipeline.within_rights(spec.request))
         sampling = spec.request.sampling
         if sampling.seed is None:
             # so that a run after a crash produces the same text
             sampling = replace(sampling, seed=draw_seed())
             spec = replace(spec, request=replace(spec.request, sampling=sampling))
         raw = encode_spec(spec)
-        self._dispatcher.check_room(self._entering, len(raw))
+        with self._pipeline.count_request(spec.request):
+            self._dispatcher.check_room(self._entering, len(raw))
         self._entering += 1
         # a job on disk is accepted, even if its caller has disconnected in the meantime
         return await asyncio.shield(self._accept(spec, raw))
@@ -121,13 +122,19 @@ class JobService:
     async def page(self, query: JobQuery) -> JobPage:
         return await self._store.page(query)
 
+    async def cancel(self, job_id: str, tenant: str) -> tuple[Job, bool]:
+        """Cancel an open job. Returns the job, and whether it was open."""
+        job = await self.get(job_id, tenant)
+        cancelled = job.active and await self._store.cancel(job_id, tenant, time.time(), job.text)
+        if cancelled:
+            self._dispatcher.stop(job_id)
+        return await self.get(job_id, tenant), cancelled
+
     async def delete(self, job_id: str, tenant: str) -> tuple[Job, bool]:
         """Cancel an open job (False), or remove an ended job (True). Returns the job as it was."""
-        job = await self.get(job_id, tenant)
-        if job.active and await self._store.cancel(job_id, tenant, time.time(), job.text):
-            self._dispatcher.stop(job_id)
-            return await self.get(job_id, tenant), False
-        job = await self.get(job_id, tenant)
+        job, cancelled = await self.cancel(job_id, tenant)
+        if cancelled:
+            return job, False
         return job, await self._store.remove(job_id, tenant)
 
     async def follow(self, job_id: str, tenant: str) -> AsyncGenerator[Progress, None]:

@@ -1,4 +1,5 @@
-"""The outcomes of requests on disk: a bounded log, and per adapter digest how many were valid.
+"""The outcomes of requests on disk: a bounded log, per adapter digest how many were valid, and the
+receipts.
 
 One thread uses it at a time. A job counts once, even if it is reported several times: the caller's
 verdict overrides the result of a validator. Stores no prompt and no answer.
@@ -16,7 +17,10 @@ import msgspec
 
 from coterie.core.errors import Conflict, NotFound
 from coterie.core.events import InferenceMetrics
+from coterie.core.quick_init import quick_init
 from coterie.packages.sqlite import connect, database_errors, transaction
+from coterie.service.receipts.store import SCHEMA as RECEIPTS
+from coterie.service.receipts.store import ReceiptRow, ReceiptTable
 
 # outcomes of this many adapters are kept; the ones that changed longest ago are removed
 MAX_DIGESTS = 100_000
@@ -63,14 +67,28 @@ ON CONFLICT (digest) DO UPDATE SET
 Rate = tuple[int, int]
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class InferenceRecord:
-    """One request that ended. `outcome` is None if it says nothing about its adapters."""
+    """One request that ended. `outcome`: whether its answer is valid; None if that is not known."""
 
     metrics: InferenceMetrics
     tenant: str
     digests: tuple[str, ...] = ()
     outcome: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictEffect:
+    """What a caller's verdict changed."""
+
+    # adapters whose rates have changed
+    digests: tuple[str, ...]
+    specialist: str
+    # seconds since 1970
+    finished_at: float
+    # a check had judged the answer
+    is_checked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +111,15 @@ class RecordPage:
 
 
 class RecordStore:
-    def __init__(self, path: Path, max_records: int) -> None:
+    def __init__(self, path: Path, max_records: int, max_receipts: int = 0) -> None:
         self._path, self._max_records = path, max_records
         self._since_trim = SLACK
         self._decode = msgspec.json.Decoder(InferenceMetrics)
         # it holds comments of callers
         self._db = connect(path, private=True)
         with database_errors(path):
-            self._db.executescript(_SCHEMA)
+            self._db.executescript(_SCHEMA + RECEIPTS)
+            self._receipts = ReceiptTable(self._db, max_receipts)
             with transaction(self._db) as db:
                 db.execute(
                     "DELETE FROM outcomes WHERE digest NOT IN "
@@ -121,8 +140,10 @@ class RecordStore:
                 rows = [row for d in digests if (row := self._db.execute(ask, (d,)).fetchone())]
         return {digest: (valid, judged) for digest, valid, judged in rows}
 
-    def add(self, records: Sequence[InferenceRecord]) -> set[str]:
-        """Add all records or none. Returns the digests whose rates have changed."""
+    def add(
+        self, records: Sequence[InferenceRecord], receipts: Sequence[ReceiptRow] = ()
+    ) -> set[str]:
+        """Add all rows or none. Returns the digests whose rates have changed."""
         changed: set[str] = set()
         with database_errors(self._path), transaction(self._db) as db:
             for record in records:
@@ -130,7 +151,33 @@ class RecordStore:
             self._since_trim += len(records)
             if self._since_trim >= SLACK:
                 self._trim(db)
+            if receipts:
+                self._receipts.put(receipts)
         return changed
+
+    def add_left_behind(self, receipts: Iterable[ReceiptRow]) -> None:
+        """Add the receipts of a server that was killed, if they are not here yet."""
+        with database_errors(self._path), transaction(self._db):
+            self._receipts.keep(receipts)
+
+    def receipt(self, receipt_id: str, tenant: str | None) -> bytes | None:
+        """As JSON; of any tenant if `tenant` is None."""
+        with database_errors(self._path):
+            return self._receipts.find(receipt_id, tenant)
+
+    def keep_context(self, digest: str, context: bytes) -> None:
+        """The settings that decisions with this digest were made with."""
+        with database_errors(self._path), transaction(self._db):
+            self._receipts.put_context(digest, context)
+
+    def contexts(self) -> dict[str, bytes]:
+        with database_errors(self._path):
+            return self._receipts.contexts()
+
+    def decisions(self, limit: int) -> list[bytes]:
+        """The newest `limit` decisions, in the order in which they were made."""
+        with database_errors(self._path):
+            return list(self._receipts.decisions(limit))
 
     def _add(self, db: sqlite3.Connection, record: InferenceRecord) -> Iterable[str]:
         job_id, outcome = record.metrics.job_id, record.outcome
@@ -154,10 +201,11 @@ class RecordStore:
         _count(db, record.digests, int(outcome), 1)
         return record.digests
 
-    def judge(self, job_id: str, tenant: str, good: bool, comment: str) -> set[str]:
-        """Store a caller's verdict on its own job. Returns the digests whose rates have changed."""
+    def judge(self, job_id: str, tenant: str, good: bool, comment: str) -> VerdictEffect:
+        """Store a caller's verdict on its own job."""
+        fields = "digests, outcome, verdict, metrics"
         with database_errors(self._path), transaction(self._db) as db:
-            ask = "SELECT digests, outcome, verdict FROM inferences WHERE job_id = ? AND tenant = ?"
+            ask = f"SELECT {fields} FROM inferences WHERE job_id = ? AND tenant = ?"
             row = db.execute(ask, (job_id, tenant)).fetchone()
             if row is None:
                 raise NotFound(f"no job `{job_id}` of yours has ended here", param="job_id")
@@ -172,7 +220,10 @@ class RecordStore:
                 _count(db, digests, int(good), 1)
             else:
                 _count(db, digests, int(good) - row[1], 0)
-        return set(digests)
+        metrics = self._decode.decode(row[3])
+        return VerdictEffect(
+            tuple(digests), metrics.specialist, metrics.finished_at, is_checked=row[1] is not None
+        )
 
     def query(self, query: RecordQuery) -> RecordPage:
         where, values = ["tenant = ?"], [query.tenant]

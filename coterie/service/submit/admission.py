@@ -1,358 +1,384 @@
-"""Which replica a request goes to, whether it may queue there, and when a refused one may retry.
+"""Whether a request may be sent to a replica, and when a refused one may retry.
 
-The report of a worker is one step old and does not include requests on their way. So this module
-counts the requests itself: it sees each submission, each `Started` and each end.
+A request is admitted if its lane has room for it in the queue, if its last token is expected before
+its own deadline, and if the deadlines of the others that are in flight there can still be met. All
+of it is an estimate, from what the gateway counts (load.py) and how fast requests were
+(predict.py); the worker has the last word. Nothing here scans requests: a decision costs the same
+however many there are.
 
-A request is refused if too many requests of its priority or higher already wait; lower priorities
-do not count. A `Retry-After` is a reservation: the time at which a place is probably free after all
-earlier reservations, at the measured speed. From then on the place is kept for a while, for a
-request of the same tenant with the same prompt.
+A deadline that could not be met on an idle engine is a cut, not a promise: the request is admitted
+and ends there. Deadlines of a lower priority do not hold a request back.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
-from coterie.core.errors import CoterieError, InvalidRequest, Overloaded, Unavailable
+from coterie.core.errors import (
+    AdmissionOffer,
+    CoterieError,
+    InvalidRequest,
+    Overloaded,
+    Saturated,
+)
 from coterie.core.lane import queue_capacity
-from coterie.core.plan import AdapterChoice, Assignment, LaneState
-from coterie.core.request import own_tenant
+from coterie.core.plan import Assignment
+from coterie.core.prefix import PromptPrefixes
+from coterie.core.quick_init import quick_init
+from coterie.service.submit.estimate import (
+    LaneView,
+    LatencyEstimate,
+    ends_s,
+    fits_in_s,
+    tokens_may_take_s,
+)
+from coterie.service.submit.load import ReplicaQueue, ReplicaRequest, replica_request
+from coterie.service.submit.predict import LoadFeatures, load_after
+from coterie.service.submit.replicas import ReplicaSet
+from coterie.service.submit.reservations import AHEAD, AHEAD_S, RetryReservation
 from coterie.workers.contract import Replica
 
 # the official clients give up above this
 MAX_RETRY_AFTER_S = 120.0
 MIN_RETRY_AFTER_S = 1.0
-# weight of the newest answer in the moving averages
-NEWEST = 0.2
-# estimates are increased, because answers differ in length: factor and seconds
-CAUTION, CAUTION_S = 1.2, 0.25
-# a reserved place is kept this long after its time; and before it for this share of the wait, if
-# another request would take it
-KEPT_S = 3.0
-AHEAD, AHEAD_S = 0.25, 0.5
-# how much too early a reservation may be used: clocks and timers differ
-EARLY_S = 0.05
-# most reservations of one tenant: a tenant that does not wait must not delay others
-MAX_RESERVATIONS = 64
-# seconds per token before anything was measured
-FIRST_GUESS_S = 0.02
-# a request that waits longer than this found no room: a few steps take less
-WAITS_S = 1.0
-# a deadline cannot be met if even this share of the expected wait is too long
+# for deadlines, places are promised up to this far ahead
+MAX_AHEAD_S = 30.0
+# added to every estimated wait
+CAUTION_S = 0.25
+# a deadline is hopeless if even this share of the expected time to the first token is too long
 HOPELESS = 0.5
-# a request that would be answered this soon is not refused
-SOON_S = 0.05
-# prompt tokens that the largest step of any engine computes
-LARGEST_STEP = 8192
+# a request whose first token would come this soon is not refused: without and with others ahead
+SOON_S, SOON_QUEUED_S = 0.05, 0.01
+# replicas that are tried, best first
+TRIED_REPLICAS = 3
+# of what is refused for a deadline, places are promised for this share of what ends: the rest of
+# the capacity is for requests that come for the first time
+PROMISED_SHARE = 0.2
+# a smaller answer than this is not offered
+MIN_OFFERED_TOKENS = 8
 
 
-@dataclass(slots=True)
-class RetryReservation:
-    """A reserved place in the queue. `key` identifies the request when it comes again."""
+@quick_init
+@dataclass(frozen=True, slots=True)
+class AdmissionResult:
+    """The estimate for a request that may be sent to `replica`. `outcome` is one of
+    core.receipt.ADMISSIONS."""
 
-    key: int
-    tenant: str
-    priority: int
-    # time.monotonic()
-    kept_from: float
-    due_at: float
-
-
-@dataclass(slots=True)
-class SpecialistTimings:
-    """The speed of one specialist, measured when requests end; and its reservations."""
-
-    # seconds per token of an answer, from start to end; 0 = not known
-    token_s: float = 0.0
-    # share of max_tokens that answers use
-    used: float = 1.0
-    reservations: list[RetryReservation] = field(default_factory=list)
-
-    def ended(self, run_s: float, num_tokens: int, max_tokens: int) -> None:
-        if num_tokens < 1:
-            return
-        token_s = run_s / num_tokens
-        known = self.token_s or token_s
-        self.token_s = known + NEWEST * (token_s - known)
-        self.used += NEWEST * (min(num_tokens / max_tokens, 1.0) - self.used)
-
-    def run_s(self, request: ReplicaRequest, state: LaneState | None) -> float:
-        """Expected seconds from its start to its end."""
-        token_s = self.token_s or (state.step_s if state is not None else 0.0) or FIRST_GUESS_S
-        return token_s * request.max_tokens * self.used
-
-    def expire(self, now: float) -> None:
-        self.reservations = [item for item in self.reservations if item.due_at + KEPT_S > now]
+    outcome: str
+    replica: Replica
+    assignment: Assignment
+    request: ReplicaRequest
+    # expected seconds to the first and to the last token
+    first_token_s: float = 0.0
+    total_s: float = 0.0
 
 
 class Admission:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._timings: dict[str, SpecialistTimings] = {}
 
-    def check(
-        self, specialist: str, assignment: Assignment, queue: ReplicaQueue, state: LaneState
-    ) -> Assignment:
-        """Refuse a request for which there is no place. If it has a reservation, it uses that."""
-        timings, now = self._timings_of(specialist), self._clock()
-        timings.expire(now)
-        request, key = replica_request(assignment), _key(assignment)
-        ahead = len(queue.ahead(request.priority))
-        # a reservation cannot be used too early
-        mine = next(
-            (p for p in timings.reservations if p.key == key and p.due_at <= now + EARLY_S), None
+    def admit(
+        self,
+        replicas: ReplicaSet,
+        assignment: Assignment,
+        avoid: Collection[str] = (),
+        *,
+        is_accepted: bool = False,
+    ) -> AdmissionResult:
+        """The best replica that can take the request; raises Overloaded, Unavailable, or
+        InvalidRequest for a deadline that nobody could meet. `is_accepted`: it was accepted before,
+        as a job is, so its deadline is no reason to refuse it. A reservation is used up."""
+        now, shared = self._clock(), replicas.shared
+        prefixes = PromptPrefixes(
+            assignment.lane, assignment.adapters, assignment.tenant, assignment.prompt_ids
         )
+        request = replica_request(assignment)
+        ranked = replicas.ranked(TRIED_REPLICAS, avoid, assignment.adapters, request, prefixes)
+        place = shared.reservations.use(_key(assignment), now)
+        if place is not None:
+            ranked = replicas.first_at(place.engine, ranked, avoid)
+        refusals: list[tuple[_Refused, Replica]] = []
+        for replica in ranked:
+            state, queue = replicas.state(replica), replicas.queue(replica)
+            request.cached_tokens = replicas.num_cached(replica, prefixes)
+            if state is None:
+                replicas.tenants.admitted(request)
+                return AdmissionResult("admitted", replica, assignment, request)
+            lane = LaneView(replicas, replica, state, request, now, has_place=place is not None)
+            guard = replicas.tenants.guard(request.tenant, queue.load.num_sequences)
+            estimate = lane.estimate(guard)
+            try:
+                if not is_accepted and request.deadline is not None:
+                    _check_first_token(estimate, request.deadline - now)
+                self._check_room(lane, request)
+                if not is_accepted:
+                    self._check_deadlines(lane, request, estimate, guard)
+            except _Refused as refused:
+                refusals.append((refused, replica))
+                if refused.is_own:
+                    # it would end later at the others
+                    break
+                continue
+            if place is not None:
+                shared.calibration.learn(is_admitted=True)
+                replicas.retries["admitted"] += 1
+                assignment = _expected(assignment)
+            outcome = _outcome(request, queue)
+            replicas.tenants.admitted(request)
+            return AdmissionResult(
+                outcome, replica, assignment, request, estimate.first_token_s, estimate.total_s
+            )
+        if place is not None:
+            shared.calibration.learn(is_admitted=False)
+            replicas.retries["refused"] += 1
+        raise self._refusal(replicas, assignment, request, refusals)
+
+    def overloaded(
+        self, replicas: ReplicaSet, assignment: Assignment, replica: Replica, hint_s: float | None
+    ) -> CoterieError:
+        """The error for a request that the worker refused because its queue is full. `hint_s` is
+        the worker's estimate."""
+        refused = _Refused(f"the queue for {replicas.specialist} is full", 1, hint_s=hint_s or 0.0)
+        request = replica_request(assignment)
+        return self._refusal(replicas, assignment, request, [(refused, replica)])
+
+    def ended(
+        self, replicas: ReplicaSet, queue: ReplicaQueue, request: ReplicaRequest, *, is_whole: bool
+    ) -> bool | None:
+        """Note that a request ended, and let the predictors learn from it. `is_whole`: it ended
+        normally. Returns whether it met its deadline; None if none was promised."""
+        sums = queue.load.sums()
+        predictors = (replicas.predictor, replicas.shared.predictor)
+        is_late = request.deadline is not None and sums.at > request.deadline
+        is_judged = request.is_promised and (is_whole or is_late)
+        for predictor in predictors:
+            if is_whole:
+                predictor.learn(request, sums)
+            if is_judged:
+                predictor.deadline_met(not is_late)
+        replicas.tenants.ended(request)
+        queue.remove(request)
+        return not is_late if is_judged else None
+
+    def _check_room(self, lane: LaneView, request: ReplicaRequest) -> None:
+        """Refuse a request for which there is no place in the queue."""
+        queue, state = lane.queue, lane.state
+        ahead = queue.ahead(request.priority)
         is_new = not queue.holds(request.tenant)
         kept = 0
         # places are not kept free while the engine is idle. Reservations of others do not count
         # against a tenant that has no request here.
-        if mine is None and queue.running and not is_new:
-            kept = sum(
-                item.priority >= request.priority and item.kept_from <= now
-                for item in timings.reservations
-            )
+        if not lane.has_place and queue.running and not is_new:
+            kept = sum(item.kept_from <= lane.now for item in lane.expected)
             # at most half of the queue, because a refused request may not come again
             kept = min(kept, max(state.max_queue // 2, 1))
-        most = queue_capacity(state.max_queue, is_expected=mine is not None, is_new=is_new)
-        if mine is not None:
-            timings.reservations.remove(mine)
+        most = queue_capacity(state.max_queue, is_expected=lane.has_place, is_new=is_new)
         if ahead + kept >= most:
-            raise self.overloaded(specialist, assignment, queue, state)
-        if mine is None:
-            return assignment
-        return replace(assignment, limits=replace(assignment.limits, is_expected=True))
+            # requests with a reservation will be in the queue before this one
+            behind = ahead + lane.num_reserved()
+            name = lane.replicas.specialist
+            starts = max(behind - state.max_queue + 1, 1)
+            raise _Refused(f"the queue of {state.max_queue} for {name} is full", starts)
 
-    def check_deadline(
-        self, specialist: str, assignment: Assignment, queue: ReplicaQueue, state: LaneState
+    def _check_deadlines(
+        self, lane: LaneView, request: ReplicaRequest, estimate: LatencyEstimate, guard: int
     ) -> None:
-        """Refuse a request that cannot get one token before its deadline; the error says when it
-        could."""
-        if assignment.deadline is None:
+        """Refuse a request that would end after its deadline, or make others miss theirs."""
+        load, predictor, name = lane.queue.load, lane.predictor, lane.replicas.specialist
+        if request.deadline is not None:
+            left_s = request.deadline - lane.now
+            request.is_promised = predictor.is_fitted and lane.alone_s() <= left_s
+        if not load.num_requests and not lane.comes_before(lane.now + estimate.total_s):
+            # nothing is better than an idle engine
             return
-        request, timings = replica_request(assignment), self._timings_of(specialist)
-        left_s = assignment.deadline - self._clock()
-        steps = math.ceil(request.prompt_tokens / LARGEST_STEP)
-        queue_s = 0.0
-        if not _may_preempt(request, queue):
-            queue_s = self._start_s(timings, queue.ahead(request.priority), queue, state)
-        expected_s = queue_s + steps * state.step_s
-        if HOPELESS * expected_s <= max(left_s, SOON_S):
-            return
-        reason = f"the first token is expected in {expected_s:.1f} s, and {left_s:.1f} s are left"
-        if not queue_s:
-            raise InvalidRequest(f"timeout: {reason}", param="timeout_ms")
-        wait_s = min(max(expected_s - left_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
-        raise Overloaded(f"timeout: {reason}", param="timeout_ms", retry_after_s=wait_s)
-
-    def overloaded(
-        self,
-        specialist: str,
-        assignment: Assignment,
-        queue: ReplicaQueue,
-        state: LaneState | None,
-        hint_s: float | None = None,
-    ) -> CoterieError:
-        """The error for a refused request, with the time of the next free place. `hint_s` is the
-        worker's estimate."""
-        now, timings, request = (
-            self._clock(),
-            self._timings_of(specialist),
-            replica_request(assignment),
-        )
-        timings.expire(now)
-        num_reserved = sum(item.priority >= request.priority for item in timings.reservations)
-        ahead = queue.ahead(request.priority)
-        max_queue = state.max_queue if state is not None else len(ahead)
-        # requests with a reservation will be in the queue before this one
-        behind = ahead + [request] * num_reserved
-        starts = max(len(behind) - max_queue + 1, 1)
-        wait_s = self._start_s(timings, behind[: starts - 1], queue, state)
-        wait_s = max(CAUTION * wait_s + CAUTION_S, hint_s or 0.0, MIN_RETRY_AFTER_S)
-        theirs = sum(item.tenant == request.tenant for item in timings.reservations)
-        if wait_s <= MAX_RETRY_AFTER_S and theirs < MAX_RESERVATIONS:
-            due_at = now + wait_s
-            kept_from = due_at - AHEAD * wait_s - AHEAD_S
-            reservation = RetryReservation(
-                _key(assignment), request.tenant, request.priority, kept_from, due_at
+        if request.is_promised and estimate.promised_s > left_s:
+            raise _Refused(
+                f"timeout: the last token is expected in {estimate.promised_s:.1f} s, and "
+                f"{left_s:.1f} s are left",
+                is_deadline=True,
+                is_own=True,
+                offer=self._offer(lane, request, estimate, left_s),
             )
-            timings.reservations.append(reservation)
-        limit = f" of {state.max_queue}" if state is not None else ""
-        return Overloaded(
-            f"the queue{limit} for {specialist} is full",
-            retry_after_s=min(wait_s, MAX_RETRY_AFTER_S),
+        if self._makes_others_late(lane, request, estimate.total_s, guard):
+            raise _Refused(f"{name} is busy: others would miss their deadlines", is_deadline=True)
+        if self._takes_reserved(lane, request, estimate):
+            raise _Refused(f"{name} is busy: its places are reserved", is_deadline=True)
+
+    def _makes_others_late(
+        self, lane: LaneView, request: ReplicaRequest, total_s: float, guard: int = 0
+    ) -> bool:
+        """Whether one of the others would miss its deadline because of this request, which runs for
+        `total_s`."""
+        predictor, load = lane.replicas.shared.predictor, lane.queue.load
+        if not predictor.is_fitted:
+            return False
+        share, factor = predictor.output_share, lane.factor(predictor)
+        before, after = lane.before, lane.after
+        if guard:
+            after = after.added(lane.num_tokens, guard)
+        for place in lane.expected:
+            # it comes while this one runs
+            if place.due_at < lane.now + total_s:
+                after = after.added(place.num_tokens)
+        prompt_s = predictor.prompt_s(load.prompt_tokens + request.uncached)
+        for num_tokens, deadline in load.deadlines(request.priority):
+            left_s, tokens = deadline - lane.now, num_tokens * share
+            is_late = factor * (prompt_s + predictor.tokens_s(tokens, after)) > left_s
+            # one that is late anyway holds nobody back
+            if is_late and predictor.tokens_s(tokens, before) <= left_s:
+                return True
+        return False
+
+    def _takes_reserved(
+        self, lane: LaneView, request: ReplicaRequest, estimate: LatencyEstimate
+    ) -> bool:
+        """Whether this request would make one late that was told to come while it runs."""
+        predictor, tenants = lane.replicas.shared.predictor, lane.replicas.tenants
+        ends_at = lane.now + estimate.total_s
+        profile = lane.after
+        for place in lane.expected:
+            if place.due_at >= ends_at:
+                return False
+            if tenants.is_ahead(place.tenant, request.tenant):
+                continue
+            if place.whole_s < math.inf:
+                share = (place.due_at - lane.now) / max(ends_at - lane.now, 1e-9)
+                then = profile.after(share * estimate.num_tokens).added(place.num_tokens)
+                if predictor.tokens_s(place.num_tokens, then) > place.whole_s:
+                    return True
+            profile = profile.added(place.num_tokens)
+        return False
+
+    def _offer(
+        self, lane: LaneView, request: ReplicaRequest, estimate: LatencyEstimate, left_s: float
+    ) -> AdmissionOffer | None:
+        """Fewer tokens, or a later deadline, with which it would be admitted now."""
+        if self._makes_others_late(lane, request, estimate.total_s):
+            return None
+        budget_s = (left_s - estimate.queue_s) / estimate.factor - estimate.first_s
+        # with fewer tokens each of them takes as long, or longer: others end later than it
+        token_s = lane.predictor.token_s(
+            load_after(lane.queue.load, lane.queue.lane, request.num_sequences)
+        )
+        tokens = int(budget_s / token_s) if token_s > 0 else 0
+        return AdmissionOffer(
+            max_tokens=tokens if MIN_OFFERED_TOKENS <= tokens < request.max_tokens else None,
+            deadline_ms=math.ceil(1050 * estimate.promised_s),
         )
 
-    def ended(self, specialist: str, request: ReplicaRequest, num_tokens: int) -> None:
-        """Note a request that ended normally with this many tokens."""
-        if request.started_at is not None:
-            run_s = self._clock() - request.started_at
-            self._timings_of(specialist).ended(run_s, num_tokens, request.max_tokens)
-
-    def _start_s(
+    def _refusal(
         self,
-        timings: SpecialistTimings,
-        before: Iterable[ReplicaRequest],
-        queue: ReplicaQueue,
-        state: LaneState | None,
+        replicas: ReplicaSet,
+        assignment: Assignment,
+        request: ReplicaRequest,
+        refusals: Sequence[tuple[_Refused, Replica]],
+    ) -> CoterieError:
+        """The error for a refused request, with a reservation at the replica that has probably the
+        next place after all earlier reservations."""
+        now, shared = self._clock(), replicas.shared
+        replicas.tenants.refused(request.tenant)
+        # of the tried replicas, the one with the fewest reservations
+        refused, replica = min(refusals, key=lambda item: shared.reservations.num_at(item[1].name))
+        wait_s = self._wait_s(replicas, replica, assignment, request, refused)
+        param = "timeout_ms" if refused.is_deadline else refused.param
+        predictor = replicas.best_predictor
+        place = RetryReservation(
+            key=_key(assignment),
+            engine=replica.name,
+            tenant=request.tenant,
+            priority=request.priority,
+            kept_from=now + wait_s - AHEAD * wait_s - AHEAD_S,
+            due_at=now + wait_s,
+            num_tokens=predictor.output_tokens(request.max_tokens),
+            whole_s=tokens_may_take_s(predictor, request, assignment)
+            if refused.is_deadline
+            else math.inf,
+        )
+        error: Overloaded
+        most_s = MAX_AHEAD_S if refused.is_deadline else MAX_RETRY_AFTER_S
+        if wait_s <= most_s and shared.reservations.add(place, now):
+            error = Overloaded(refused.reason, param=param, retry_after_s=wait_s)
+        else:
+            error = Saturated(f"{refused.reason}; no place can be promised", param=param)
+        error.offer = refused.offer
+        return error
+
+    def _wait_s(
+        self,
+        replicas: ReplicaSet,
+        replica: Replica,
+        assignment: Assignment,
+        request: ReplicaRequest,
+        refused: _Refused,
     ) -> float:
-        """Seconds until a request after `before` starts: each start needs an end."""
-        now = self._clock()
-        ends = [_left_s(request, timings.run_s(request, state), now) for request in queue.running]
-        # if a place stays free while a request waits, there is no memory for more
-        if all(now - request.taken_at < WAITS_S for request in queue.waiting):
-            ends += [0.0] * max(queue.places - len(ends), 0)
-        if not ends:
-            return 0.0
-        heapify(ends)
-        for request in before:
-            end = heappop(ends)
-            if end > MAX_RETRY_AFTER_S:
-                return end
-            heappush(ends, end + timings.run_s(request, state))
-        return ends[0]
-
-    def _timings_of(self, specialist: str) -> SpecialistTimings:
-        return self._timings.setdefault(specialist, SpecialistTimings())
-
-
-def _left_s(request: ReplicaRequest, run_s: float, now: float) -> float:
-    """Seconds that a running request still needs. If it already runs longer than expected, it may
-    end at any moment or later."""
-    gone_s = now - (request.started_at or now)
-    return max(run_s - gone_s, 0.1 * run_s)
+        """Seconds until there is probably a place for it at this replica; inf = cannot be said."""
+        now, queue, shared = self._clock(), replicas.queue(replica), replicas.shared
+        load, predictor = queue.load, replicas.best_predictor
+        token_s = predictor.token_s(LoadFeatures(len(load.lanes), load.num_sequences, 0))
+        next_s = 0.0
+        if refused.is_deadline:
+            earlier = list(shared.reservations.at(replica.name, request.priority, now))
+            wait_s = fits_in_s(predictor, queue, request, assignment, earlier, now)
+            if earlier:
+                # places are promised for a part of what ends, one after the other
+                beside = max(load.num_requests, 1)
+                crowd = LoadFeatures(max(len(load.lanes), 1), max(load.num_sequences, 1), 0)
+                run_s = predictor.mean_tokens * predictor.token_s(crowd) / beside
+                next_s = earlier[-1].due_at + run_s / PROMISED_SHARE - now
+        else:
+            wait_s = ends_s(predictor, queue, refused.ends, token_s)
+        wait_s = shared.calibration.factor * wait_s + CAUTION_S
+        return max(wait_s, next_s, refused.hint_s, MIN_RETRY_AFTER_S)
 
 
-def _may_preempt(request: ReplicaRequest, queue: ReplicaQueue) -> bool:
-    """Whether the engine would preempt another request for it: one of lower priority, or for a
-    tenant with nothing running."""
-    if any(other.priority < request.priority for other in queue.running):
-        return True
-    return not any(other.tenant == request.tenant for other in queue.running)
+class _Refused(Exception):
+    """Why a replica cannot take a request, and how many others have to end first."""
+
+    def __init__(
+        self,
+        reason: str,
+        ends: int = 1,
+        *,
+        is_deadline: bool = False,
+        is_own: bool = False,
+        param: str | None = None,
+        hint_s: float = 0.0,
+        offer: AdmissionOffer | None = None,
+    ) -> None:
+        super().__init__(reason)
+        self.reason, self.ends, self.is_deadline = reason, ends, is_deadline
+        # its own deadline is the reason, at this replica
+        self.is_own = is_own
+        self.param, self.hint_s, self.offer = param, hint_s, offer
+
+
+def _outcome(request: ReplicaRequest, queue: ReplicaQueue) -> str:
+    if len(queue) + request.num_sequences <= queue.places:
+        return "admitted"
+    return "preempted_other" if any(queue.num_running[: request.priority]) else "queued"
+
+
+def _expected(assignment: Assignment) -> Assignment:
+    return replace(assignment, limits=replace(assignment.limits, is_expected=True))
 
 
 def _key(assignment: Assignment) -> int:
-    return hash((assignment.tenant, assignment.prompt_ids))
+    return hash((assignment.tenant, assignment.prompt_key))
 
 
-# a replica that preempts counts as if it had this many more requests
-PREEMPTING_PENALTY = 16
-# the same for a replica that would have to load an adapter first
-COLD_PENALTY = 2
-
-
-@dataclass(slots=True, eq=False)
-class ReplicaRequest:
-    """A request at a replica: what admission needs to know about it."""
-
-    priority: int
-    tenant: str
-    prompt_tokens: int
-    # token limit of its answer
-    max_tokens: int
-    # time.monotonic()
-    taken_at: float = 0.0
-    # None = it waits
-    started_at: float | None = None
-
-
-def replica_request(assignment: Assignment) -> ReplicaRequest:
-    limits = assignment.limits
-    tenant = own_tenant(assignment.tenant)
-    return ReplicaRequest(
-        limits.priority, tenant, len(assignment.prompt_ids), limits.max_tokens or 1
+def _check_first_token(estimate: LatencyEstimate, left_s: float) -> None:
+    """Refuse a request that would probably not even get its first token."""
+    soon_s = SOON_QUEUED_S if estimate.queue_s else SOON_S
+    if HOPELESS * estimate.first_token_s <= max(left_s, soon_s):
+        return
+    reason = (
+        f"timeout: the first token is expected in {estimate.first_token_s:.1f} s, and "
+        f"{left_s:.1f} s are left"
     )
-
-
-@dataclass(slots=True)
-class ReplicaQueue:
-    """The waiting and the running requests of one replica, each in order of arrival."""
-
-    # sequences that may run at once
-    places: int = 1
-    waiting: dict[ReplicaRequest, None] = field(default_factory=dict)
-    running: dict[ReplicaRequest, None] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.waiting) + len(self.running)
-
-    def add(self, request: ReplicaRequest) -> None:
-        request.taken_at = time.monotonic()
-        self.waiting[request] = None
-
-    def started(self, request: ReplicaRequest) -> None:
-        """Note the start. After a crash it is called again and changes nothing."""
-        if request in self.waiting:
-            del self.waiting[request]
-            request.started_at = time.monotonic()
-            self.running[request] = None
-
-    def remove(self, request: ReplicaRequest) -> None:
-        self.waiting.pop(request, None)
-        self.running.pop(request, None)
-
-    def ahead(self, priority: int) -> list[ReplicaRequest]:
-        """The waiting requests that come before a request of this priority, in order of arrival."""
-        return [request for request in self.waiting if request.priority >= priority]
-
-    def holds(self, tenant: str) -> bool:
-        return any(
-            t.tenant == tenant for requests in (self.waiting, self.running) for t in requests
-        )
-
-
-class ReplicaSet:
-    def __init__(self, specialist: str, replicas: Sequence[Replica], places: int = 1) -> None:
-        """`places`: how many sequences each replica can run at once."""
-        self.specialist = specialist
-        self.members = tuple(replicas)
-        self._queues = {replica.name: ReplicaQueue(places) for replica in replicas}
-
-    def pick(self, avoid: Collection[str] = (), adapters: Sequence[AdapterChoice] = ()) -> Replica:
-        """The least loaded healthy replica that is not in `avoid`; raises Unavailable."""
-        able = [r for r in self.members if r.healthy() and r.name not in avoid]
-        if not able:
-            wait_s = min(replica.retry_after_s() for replica in self.members)
-            raise Unavailable(
-                f"no worker for {self.specialist} can take requests now", retry_after_s=wait_s
-            )
-        if not adapters:
-            return min(able, key=self._load)
-        digests = {adapter.digest for adapter in adapters}
-        return min(able, key=lambda replica: self._load(replica) + self._cold(replica, digests))
-
-    def state(self, replica: Replica) -> LaneState | None:
-        return replica.lane_states().get(self.specialist)
-
-    def queue(self, replica: Replica) -> ReplicaQueue:
-        return self._queues[replica.name]
-
-    def is_full(self, replica: Replica) -> bool:
-        state = self.state(replica)
-        return state is not None and len(self.queue(replica).waiting) >= state.max_queue
-
-    def queued(self) -> int:
-        return sum(len(queue.waiting) for queue in self._queues.values())
-
-    def running(self) -> int:
-        return sum(len(queue.running) for queue in self._queues.values())
-
-    def states(self) -> list[LaneState]:
-        reported = (self.state(replica) for replica in self.members)
-        return [state for state in reported if state is not None]
-
-    def ready(self) -> bool:
-        return any(replica.healthy() for replica in self.members)
-
-    def _cold(self, replica: Replica, digests: set[str]) -> float:
-        state = self.state(replica)
-        warm = state is not None and digests.issubset(state.resident_adapters)
-        return 0 if warm else COLD_PENALTY
-
-    def _load(self, replica: Replica) -> float:
-        state = self.state(replica)
-        preempting = state is not None and state.preempting
-        return len(self.queue(replica)) + (PREEMPTING_PENALTY if preempting else 0)
+    if not estimate.queue_s:
+        raise InvalidRequest(reason, param="timeout_ms")
+    # the queue is the reason, so it may come again when that is shorter
+    raise _Refused(reason, param="timeout_ms", hint_s=estimate.first_token_s - left_s)

@@ -19,8 +19,8 @@ from coterie.core.errors import (
     Unavailable,
     from_code,
 )
-from coterie.core.events import Delta, Event, Failed, Finished
-from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected
+from coterie.core.events import Finished
+from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected, RemoteAssignment
 from coterie.core.request import Limits, Prompt, ResponseFormat, Sampling, Tokens
 from coterie.core.sampling import check_tokens, prompt_too_long, resolve_limits, truncated
 from coterie.models.text.tokenizer import is_long
@@ -28,18 +28,20 @@ from coterie.obs.log import log
 from coterie.service.adapters.catalog import AdapterCatalog
 from coterie.service.finish import WHOLE
 from coterie.service.fleet import ServedSpecialist
-from coterie.service.submit.admission import (
-    Admission,
-    ReplicaQueue,
-    ReplicaRequest,
-    replica_request,
-)
+from coterie.service.submit.admission import Admission
+from coterie.service.submit.event_queue import EventQueue
+from coterie.service.submit.load import ReplicaQueue, ReplicaRequest
 from coterie.workers.contract import Replica
+from coterie.workers.remote.body import check_request, estimated_tokens
 
 if TYPE_CHECKING:
     from coterie.models.grammar.check import GrammarCheck
     from coterie.models.text.tokenizer import Tokenizer
     from coterie.service.plan import RequestRun
+
+
+# tokens that a template may add to a prompt on another server
+SPARE = 128
 
 
 class Submitter:
@@ -70,37 +72,46 @@ class Submitter:
             served.series.registry.value("coterie_conversation_preloads").add()
 
     async def enqueue(
-        self, served: ServedSpecialist, assignment: Assignment, *, is_accepted: bool = False
+        self,
+        served: ServedSpecialist,
+        assignment: Assignment,
+        on_admit: Callable[[str, str], None] | None = None,
+        *,
+        is_accepted: bool = False,
     ) -> tuple[Replica, EventQueue]:
         """Check admission, then let the worker decide. If the worker refuses, try another replica
-        once. A request that `is_accepted` already, as a job is, is not refused for its deadline."""
+        once. `on_admit` is called with the replica and the result of admission before the request
+        is handed over. A request that `is_accepted` already, as a job is, is not refused for its
+        deadline."""
         replicas, refused = served.replicas, set[str]()
         full: tuple[Replica, Rejected] | None = None
         while True:
             try:
-                replica = replicas.pick(refused, assignment.adapters)
+                result = self._admission.admit(
+                    replicas, assignment, refused, is_accepted=is_accepted
+                )
             except Unavailable:
                 if full is None:
                     raise
                 # there is a replica, but it is full
                 raise self._refusal(served, assignment, *full) from None
-            state, queue = replicas.state(replica), replicas.queue(replica)
-            if state is not None:
-                if not is_accepted:
-                    self._admission.check_deadline(served.name, assignment, queue, state)
-                assignment = self._admission.check(served.name, assignment, queue, state)
-            request = replica_request(assignment)
+            replica, assignment, request = result.replica, result.assignment, result.request
+            queue = replicas.queue(replica)
             queue.add(request)
             # the place is free when the last event comes, even if the client reads slowly
             event_queue = EventQueue(
-                partial(self._ended, served, queue, request), partial(queue.started, request)
+                partial(self._ended, served, queue, request),
+                partial(queue.started, request),
+                partial(queue.produced, request),
             )
+            if on_admit is not None:
+                on_admit(replica.name, result.outcome)
             verdict: Admitted | Rejected | None = None
             try:
                 verdict = await replica.submit(assignment, event_queue.put)
             finally:
                 if not isinstance(verdict, Admitted) and event_queue.disarm():
-                    queue.remove(request)
+                    self._admission.ended(replicas, queue, request, is_whole=False)
             if isinstance(verdict, Admitted):
                 return replica, event_queue
             refused.add(replica.name)
@@ -117,103 +128,20 @@ class Submitter:
         request: ReplicaRequest,
         event: Finished | None,
     ) -> None:
-        queue.remove(request)
-        if event is not None and event.choices[0] in WHOLE:
-            num_tokens = event.usage.completion_tokens // len(event.choices)
-            self._admission.ended(served.name, request, num_tokens)
+        is_whole = event is not None and event.choices[0] in WHOLE
+        is_met = self._admission.ended(served.replicas, queue, request, is_whole=is_whole)
+        if is_met is not None:
+            outcome = "met" if is_met else "missed"
+            served.series.registry.value("coterie_deadlines", served.name, outcome).add()
 
     def _refusal(
         self, served: ServedSpecialist, assignment: Assignment, replica: Replica, verdict: Rejected
     ) -> CoterieError:
         if verdict.code == "overloaded":
-            replicas = served.replicas
             return self._admission.overloaded(
-                served.name,
-                assignment,
-                replicas.queue(replica),
-                replicas.state(replica),
-                verdict.retry_after_s,
+                served.replicas, assignment, replica, verdict.retry_after_s
             )
         return from_code(verdict.code, verdict.reason, retry_after_s=verdict.retry_after_s)
-
-
-MAX_WAITING = 64
-
-
-class EventQueue:
-    __slots__ = ("_events", "_loop", "_on_end", "_on_start", "_waiter")
-
-    def __init__(
-        self,
-        on_end: Callable[[Finished | None], None] | None = None,
-        on_start: Callable[[], None] | None = None,
-    ) -> None:
-        """`on_end` is called once: when the last event comes, even if it is not read, or by
-        end()."""
-        self._events: list[Event] = []
-        self._on_end, self._on_start = on_end, on_start
-        self._loop = asyncio.get_running_loop()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, event: Event) -> None:
-        """The sink a replica calls; never blocks."""
-        if not isinstance(event, Delta):
-            if isinstance(event, (Finished, Failed)):
-                self.end(event if isinstance(event, Finished) else None)
-            elif self._on_start is not None:
-                self._on_start()
-        if len(self._events) < MAX_WAITING or not self._fold(event):
-            self._events.append(event)
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
-
-    def end(self, event: Finished | None = None) -> None:
-        """`event` was the last one, or no one waits for events any more."""
-        call, self._on_end = self._on_end, None
-        if call is not None:
-            call(event)
-
-    def disarm(self) -> bool:
-        """Do not call `on_end` any more. Returns whether it had not been called."""
-        call, self._on_end = self._on_end, None
-        return call is not None
-
-    async def take(self) -> list[Event]:
-        """All events since the last call; waits for at least one."""
-        if not self._events:
-            self._waiter = self._loop.create_future()
-            await self._waiter
-        events, self._events = self._events, []
-        return events
-
-    def _fold(self, event: Event) -> bool:
-        if not isinstance(event, Delta):
-            return False
-        for index in range(len(self._events) - 1, -1, -1):
-            earlier = self._events[index]
-            if isinstance(earlier, Delta) and earlier.choice == event.choice:
-                self._events[index] = merge(earlier, event)
-                return True
-        return False
-
-
-def merge(earlier: Delta, later: Delta) -> Delta:
-    """Two deltas of one choice as one."""
-    logprobs = None
-    if earlier.logprobs is not None or later.logprobs is not None:
-        logprobs = (earlier.logprobs or ()) + (later.logprobs or ())
-    return Delta(
-        request_id=later.request_id,
-        choice=later.choice,
-        text=earlier.text + later.text,
-        token_ids=earlier.token_ids + later.token_ids,
-        logprobs=logprobs,
-        finish_reason=later.finish_reason,
-        stop_match=later.stop_match,
-    )
 
 
 async def assignment(run: RequestRun, virtual_tokens: int, grammars: GrammarCheck) -> Assignment:
@@ -221,6 +149,8 @@ async def assignment(run: RequestRun, virtual_tokens: int, grammars: GrammarChec
     that soft prompts put before the prompt."""
     request, plan, served = run.request, run.plan, run.served
     prompt = plan.tuned.prompt or request.prompt
+    if served.tokenizer is None:
+        return _remote_assignment(run, prompt)
     # a prompt that will be truncated may be longer than the context
     room = None if request.limits.truncation is not None else served.context
     prompt_ids = await tokenise(served.tokenizer, prompt, room)
@@ -245,6 +175,38 @@ async def assignment(run: RequestRun, virtual_tokens: int, grammars: GrammarChec
         tenant=request.tenant,
         deadline=None if limits.timeout_s is None else request.arrived_at + limits.timeout_s,
         arrived_at=request.arrived_at,
+    )
+
+
+def _remote_assignment(run: RequestRun, prompt: Prompt) -> RemoteAssignment:
+    """The same for a server elsewhere: it gets the caller's text and counts the tokens itself."""
+    request, plan, served = run.request, run.plan, run.served
+    check_request(request, prompt, served.context)
+    _check_choices(run)
+    tokens = min(estimated_tokens(prompt), served.context - 1)
+    asked, tuned = request.limits.max_tokens, plan.tuned.max_tokens
+    # an estimate is no reason to refuse: it can have one token, and the server says what fits
+    whole = resolve_limits(request.limits, 1, served.context, clamp=served.clamp_max_tokens)
+    max_tokens = whole.max_tokens if asked is not None else None
+    # a limit that nobody asked for must not be why the server refuses: told only if it fits
+    if asked is None and tuned is not None and tuned + 2 * tokens + SPARE <= served.context:
+        max_tokens = tuned
+    # for quotas and admission, also if the server is told no limit
+    run.max_tokens = max_tokens or served.context - tokens
+    return RemoteAssignment(
+        request_id=request.id,
+        lane=served.name,
+        prompt_ids=(),
+        sampling=_constrained(plan.sampling, run.response_format),
+        limits=replace(whole, max_tokens=run.max_tokens),
+        adapters=(),
+        session="",
+        tenant=request.tenant,
+        deadline=None if whole.timeout_s is None else request.arrived_at + whole.timeout_s,
+        arrived_at=request.arrived_at,
+        prompt=prompt,
+        estimated_tokens=tokens,
+        is_limited=max_tokens is not None,
     )
 
 
@@ -312,7 +274,7 @@ async def _check_format(
     invalid format of a package is dropped, because the caller did not ask for it."""
     started_at = time.monotonic()
     try:
-        await grammars.check(answer_format, run.served.tokenizer)
+        await grammars.check(answer_format, run.served.own_tokenizer())
     except (InvalidRequest, MissingDependency) as error:
         if run.request.response_format is not None:
             raise

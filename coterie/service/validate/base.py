@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coterie.core.events import ValidationResult
+from coterie.core.quick_init import quick_init
 from coterie.core.request import ResponseFormat
 
 # longer answers are not validated
@@ -17,6 +18,7 @@ MAX_ERROR = 500
 TOO_DEEP = "it is nested too deeply"
 
 
+@quick_init
 @dataclass(frozen=True, slots=True)
 class AnswerContext:
     """The facts that decide which validator checks an answer."""
@@ -30,6 +32,8 @@ class AnswerContext:
     finish_reason: str = "stop"
     # the regular expression that the adapter's package gives for its answers
     answer_pattern: str = ""
+    # validators that the specialist's settings name; they replace the one that fits the form
+    checks: tuple[str, ...] = ()
 
 
 class Validator(Protocol):

@@ -40,7 +40,8 @@ class ValidatorCommand:
     def wants(self, context: AnswerContext) -> bool:
         settings = self._settings
         by_task = context.task_type in settings.task_types
-        return by_task or not set(settings.experts).isdisjoint(context.experts)
+        by_name = settings.name in context.checks
+        return by_name or by_task or not set(settings.experts).isdisjoint(context.experts)
 
     async def check(self, text: str) -> ValidationResult | None:
         """None if the command could not run: then nothing is known about the answer."""

@@ -1,7 +1,7 @@
 """pattern: the whole answer matches the regular expression in its adapter's package.
 
-White space around the answer is ignored. Runs only in a validator process: a pattern may run
-forever.
+White space around the answer is ignored. Runs in a validator process, because a pattern may run
+forever, unless `pattern_cost.py` finds that this one cannot.
 """
 
 from __future__ import annotations

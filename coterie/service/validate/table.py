@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from coterie.service.validate.base import MAX_CHARACTERS, AnswerContext, Validator, programs
-from coterie.service.validate.code import CodeValidator, can_check, canonical
+from coterie.service.validate.code import GRAMMARS, CodeValidator, can_check, canonical
 from coterie.service.validate.generic import GenericValidator
 from coterie.service.validate.grammar import GrammarValidator
 from coterie.service.validate.json_schema import JsonSchemaValidator
@@ -25,7 +25,22 @@ VALIDATORS: dict[str, Callable[[str], Validator]] = {
 # validators that are always fast: they may run on the event loop
 SAFE = frozenset({"json", "grammar", "generic"})
 
+# validators that need nothing but the answer: the settings of a specialist may name them; the name
+# of a language means code in it
+NAMED_CHECKS = ("json", "python", "generic", *GRAMMARS)
+
 Pick = tuple[str, str]
+
+
+def picks(text: str, context: AnswerContext) -> list[Pick]:
+    """The validators for an answer. Those that the specialist's settings name replace the one for
+    its task type; a form that the caller asked for is always checked."""
+    named = [name for name in context.checks if name in NAMED_CHECKS]
+    asked = context.response_format is not None or context.answer_pattern
+    chosen = [] if named and not asked else [pick(text, context)]
+    if len(text) <= MAX_CHARACTERS:
+        chosen += [("code", name) if name in GRAMMARS else (name, "") for name in named]
+    return list(dict.fromkeys(item for item in chosen if item is not None))
 
 
 def pick(text: str, context: AnswerContext) -> Pick | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -30,7 +31,9 @@ from coterie.service.validate.base import MAX_CHARACTERS, AnswerContext
 from coterie.service.validate.child import ValidationTask
 from coterie.service.validate.command import ValidatorCommands
 from coterie.service.validate.generic import GenericValidator
-from coterie.service.validate.table import SAFE, VALIDATORS, pick
+from coterie.service.validate.pattern import PatternValidator
+from coterie.service.validate.pattern_cost import is_fast
+from coterie.service.validate.table import SAFE, VALIDATORS, picks
 
 # a JSON decoder needs about a millisecond for this many
 MAX_INLINE_CHARACTERS = 50_000
@@ -42,12 +45,15 @@ class AnswerValidators:
         self._processes = ValidatorProcesses()
         self._commands = ValidatorCommands(tuple(commands))
 
-    async def validate(self, text: str, context: AnswerContext) -> ValidationResult | None:
-        """The first fault. If there is none, the result names all validators that checked."""
+    async def validate(
+        self, text: str, context: AnswerContext, commands: ValidatorCommands | None = None
+    ) -> ValidationResult | None:
+        """The first fault. If there is none, the result names all validators that checked.
+        `commands` replace those that this object was made with."""
         result = await self._built_in(text, context)
         if len(text) > MAX_CHARACTERS or (result is not None and not result.valid):
             return result
-        results = await self._commands.check(text, context)
+        results = await (commands or self._commands).check(text, context)
         if not results:
             return result
         if not results[-1].valid:
@@ -62,13 +68,33 @@ class AnswerValidators:
         await self._processes.close()
 
     async def _built_in(self, text: str, context: AnswerContext) -> ValidationResult | None:
-        picked = pick(text, context)
-        if picked is None:
-            return None
-        name, argument = picked
-        if name in SAFE and len(text) <= MAX_INLINE_CHARACTERS:
-            return VALIDATORS[name](argument).check(text)
-        return await self._processes.check(ValidationTask(name, argument, text))
+        result: ValidationResult | None = None
+        for name, argument in picks(text, context):
+            if _runs_here(name, argument, text):
+                found: ValidationResult | None = VALIDATORS[name](argument).check(text)
+            else:
+                found = await self._processes.check(ValidationTask(name, argument, text))
+            if found is not None:
+                result = found if result is None else _both(result, found)
+            if result is not None and not result.valid:
+                break
+        return result
+
+
+def _runs_here(name: str, argument: str, text: str) -> bool:
+    """Whether it takes less time than to ask another process."""
+    if name == PatternValidator.name:
+        return is_fast(argument, text)
+    return name in SAFE and len(text) <= MAX_INLINE_CHARACTERS
+
+
+def _both(one: ValidationResult, other: ValidationResult) -> ValidationResult:
+    """The result of two checks, of which the first found no fault."""
+    names = f"{one.validator}+{other.validator}"
+    spent_ms = round(one.duration_ms + other.duration_ms, 3)
+    if other.valid:
+        return ValidationResult(True, names, None, spent_ms)
+    return replace(other, duration_ms=spent_ms)
 
 
 CHECK_S = 2.0

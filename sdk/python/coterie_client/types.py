@@ -157,6 +157,8 @@ class InferOptions(TypedDict, total=False):
     # Never chosen by the router.
     exclude_experts: list[str] | None
     max_experts: int | None
+    # With model "auto", a specialist that serves this intent answers.
+    intent: str | None
     # Most tokens of prompt plus output.
     context_size: int | None
     # Whose rate limit this counts against.
@@ -354,6 +356,7 @@ class RouteTrace:
     threshold: float
     degraded: list[str]
     timings_ms: dict[str, float]
+    router_version: str
 
 
 @dataclass(frozen=True)

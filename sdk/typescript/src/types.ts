@@ -130,6 +130,8 @@ export interface InferBody {
   /** Never chosen by the router. */
   excludeExperts?: string[] | null;
   maxExperts?: number | null;
+  /** With model "auto", a specialist that serves this intent answers. */
+  intent?: string | null;
   /** Most tokens of prompt plus output. */
   contextSize?: number | null;
   /** Whose rate limit this counts against. */
@@ -308,6 +310,7 @@ export interface RouteTrace {
   threshold: number;
   degraded: string[];
   timingsMs: Record<string, number>;
+  routerVersion: string;
 }
 
 export interface ShownExpert {

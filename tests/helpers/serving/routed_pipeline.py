@@ -89,6 +89,12 @@ async def install(
     pipeline: Pipeline, folder: Path, name: str, kind: str = "lora", seed: int = 0, **more: Any
 ) -> int:
     """Installs an expert whose example is its prompt; says how many bytes it takes."""
+    card = await pipeline.adapters.install(packed(folder, name, kind, seed, **more))
+    return card.nbytes
+
+
+def packed(folder: Path, name: str, kind: str = "lora", seed: int = 0, **more: Any) -> Path:
+    """The package of an expert whose example is its prompt."""
     options = more.pop("options", {})
     document = {
         "schema_version": "2.0",
@@ -102,8 +108,7 @@ async def install(
     files = collect(make_adapter(MODEL, kind, 300 + seed, **options)).files
     out = folder / f"{name}.expert"
     pack(files, from_document(document), out)
-    card = await pipeline.adapters.install(out)
-    return card.nbytes
+    return out
 
 
 @asynccontextmanager

@@ -16,7 +16,14 @@ SEED = 20261115
 DEADLINE = "x-deadline-ms"
 # longer answers say nothing more
 MAX_TOKENS = 3
-GENERATING = ("/v1/infer", "/v1/chat/completions", "/v1/completions", "/v1/messages")
+# path -> the field that limits the answer
+GENERATING = {
+    "/v1/infer": "max_tokens",
+    "/v1/chat/completions": "max_tokens",
+    "/v1/completions": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+    "/v1/messages": "max_tokens",
+}
 
 
 def document(max_examples: int, *, coverage: bool) -> Any:
@@ -60,9 +67,10 @@ def tame(case: Any) -> None:
     if isinstance(model, str) and 0 < len(model) <= 512:
         body["model"] = "tiny"
     if case.operation.path in GENERATING:
-        limit = body.get("max_tokens")
+        field = GENERATING[case.operation.path]
+        limit = body.get(field)
         may_be_left_out = case.operation.path != "/v1/messages"
         if (limit is None and may_be_left_out) or (
             isinstance(limit, int) and MAX_TOKENS < limit <= 200_000
         ):
-            body["max_tokens"] = MAX_TOKENS
+            body[field] = MAX_TOKENS

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class InferRequest(_message.Message):
-    __slots__ = ("prompt", "template", "body", "temperature", "max_tokens", "top_p", "top_k", "min_p", "repetition_penalty", "force_experts", "exclude_experts", "max_experts", "context_size", "user_id", "priority", "timeout_ms", "model", "seed", "stop", "response_format", "grammar", "regex", "session_id", "explain", "typical_p", "num_beams", "length_penalty")
+    __slots__ = ("prompt", "template", "body", "temperature", "max_tokens", "top_p", "top_k", "min_p", "repetition_penalty", "force_experts", "exclude_experts", "max_experts", "context_size", "user_id", "priority", "timeout_ms", "model", "seed", "stop", "response_format", "grammar", "regex", "session_id", "explain", "typical_p", "num_beams", "length_penalty", "intent")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class InferRequest(_message.Message):
     TYPICAL_P_FIELD_NUMBER: _ClassVar[int]
     NUM_BEAMS_FIELD_NUMBER: _ClassVar[int]
     LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    INTENT_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     template: str
     body: str
@@ -63,7 +64,8 @@ class InferRequest(_message.Message):
     typical_p: float
     num_beams: int
     length_penalty: float
-    def __init__(self, prompt: _Optional[str] = ..., template: _Optional[str] = ..., body: _Optional[str] = ..., temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., force_experts: _Optional[_Iterable[str]] = ..., exclude_experts: _Optional[_Iterable[str]] = ..., max_experts: _Optional[int] = ..., context_size: _Optional[int] = ..., user_id: _Optional[str] = ..., priority: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., response_format: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., regex: _Optional[str] = ..., session_id: _Optional[str] = ..., explain: _Optional[bool] = ..., typical_p: _Optional[float] = ..., num_beams: _Optional[int] = ..., length_penalty: _Optional[float] = ...) -> None: ...
+    intent: str
+    def __init__(self, prompt: _Optional[str] = ..., template: _Optional[str] = ..., body: _Optional[str] = ..., temperature: _Optional[float] = ..., max_tokens: _Optional[int] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., force_experts: _Optional[_Iterable[str]] = ..., exclude_experts: _Optional[_Iterable[str]] = ..., max_experts: _Optional[int] = ..., context_size: _Optional[int] = ..., user_id: _Optional[str] = ..., priority: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., response_format: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., regex: _Optional[str] = ..., session_id: _Optional[str] = ..., explain: _Optional[bool] = ..., typical_p: _Optional[float] = ..., num_beams: _Optional[int] = ..., length_penalty: _Optional[float] = ..., intent: _Optional[str] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("type", "text")
@@ -254,7 +256,7 @@ class GenerationParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class RouteTrace(_message.Message):
-    __slots__ = ("task_type", "language", "features", "candidates", "threshold", "degraded", "timings_ms")
+    __slots__ = ("task_type", "language", "features", "candidates", "threshold", "degraded", "timings_ms", "router_version")
     class FeaturesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +278,7 @@ class RouteTrace(_message.Message):
     THRESHOLD_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_MS_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     task_type: str
     language: str
     features: _containers.MessageMap[str, _struct_pb2.Value]
@@ -283,7 +286,8 @@ class RouteTrace(_message.Message):
     threshold: float
     degraded: _containers.RepeatedScalarFieldContainer[str]
     timings_ms: _containers.ScalarMap[str, float]
-    def __init__(self, task_type: _Optional[str] = ..., language: _Optional[str] = ..., features: _Optional[_Mapping[str, _struct_pb2.Value]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., threshold: _Optional[float] = ..., degraded: _Optional[_Iterable[str]] = ..., timings_ms: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    router_version: str
+    def __init__(self, task_type: _Optional[str] = ..., language: _Optional[str] = ..., features: _Optional[_Mapping[str, _struct_pb2.Value]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., threshold: _Optional[float] = ..., degraded: _Optional[_Iterable[str]] = ..., timings_ms: _Optional[_Mapping[str, float]] = ..., router_version: _Optional[str] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("name", "digest", "similarity", "success", "memory", "score", "probability", "chosen", "why")

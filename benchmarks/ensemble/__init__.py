@@ -1,0 +1,1 @@
+"""Measures an ensemble: overhead, load, simulation, shadows."""

@@ -1,0 +1,251 @@
+"""`coterie ensemble`: how the specialists of a running server stand, and what an operator changes.
+
+Everything here takes effect at once, can be taken back, and is in the audit log.
+"""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import quote
+
+from coterie.cli.admin_client import add_server, ask
+from coterie.cli.terminal import ActionMenu, choose, show, table
+from coterie.core.errors import ConfigError
+
+HELP = "show breakers, spikes, canaries and thresholds of a server, and change them"
+EPILOG = """\
+examples:
+  coterie ensemble status --admin-key-file admins.txt
+  coterie ensemble demote sql --reason "bad release"
+  coterie ensemble restore sql
+  coterie ensemble audit
+
+The key: --admin-key-file, or COTERIE_ADMIN_KEY. coterie ensemble ACTION --help
+says more.
+"""
+_STATUS = """\
+examples:
+  coterie ensemble status
+  coterie ensemble status --json
+"""
+_DEMOTE = """\
+examples:
+  coterie ensemble demote sql --reason "bad release"
+
+Its fallback answers; a sample of the requests goes to it too, only to be
+judged. Callers that name it still get it.
+"""
+_RESTORE = """\
+examples:
+  coterie ensemble restore sql
+
+Undoes a demotion by an operator or by the breaker, a spike, and the ejection of
+replicas. Evidence starts anew: a specialist that is still bad is demoted again.
+"""
+_THRESHOLDS = """\
+examples:
+  coterie ensemble thresholds
+  coterie ensemble thresholds query --shadow-below 0.7
+  coterie ensemble thresholds query --priority-floor 5
+  coterie ensemble thresholds query --clear     back to the configuration
+"""
+_CANARY = """\
+examples:
+  coterie ensemble canary spare --intent query --share 5%
+  coterie ensemble canary --stop query
+  coterie expert promote sql@2.0.0 --canary 5%    the same for an expert
+
+The canary gets a share of the intent's requests. A sequential test compares the
+validated pass rates and ends it: the intent becomes its own, or stays.
+"""
+_AUDIT = """\
+examples:
+  coterie ensemble audit
+  coterie ensemble audit --limit 500 --json
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    menu = ActionMenu(parser)
+    _add_server(menu.add("status", status, "how every specialist stands", _STATUS))
+    for name, act, about, epilog in (
+        ("demote", demote, "let only shadows of a specialist run", _DEMOTE),
+        ("restore", restore, "let a specialist answer again", _RESTORE),
+    ):
+        action = menu.add(name, act, about, epilog)
+        action.add_argument("specialist", metavar="SPECIALIST")
+        action.add_argument("--reason", default="", metavar="TEXT", help="for the audit log")
+        _add_server(action)
+    action = menu.add("thresholds", thresholds, "show or change those of intents", _THRESHOLDS)
+    action.add_argument("intent", nargs="?", metavar="INTENT")
+    action.add_argument("--shadow-below", type=float, metavar="P", help="0 to 1")
+    action.add_argument("--spill-below", type=float, metavar="P", help="0 to 1")
+    action.add_argument("--priority-floor", type=int, metavar="N", help="0 to 9")
+    action.add_argument("--clear", action="store_true", help="back to the configuration")
+    _add_server(action)
+    action = menu.add("canary", canary, "try a specialist on a share of an intent", _CANARY)
+    action.add_argument("specialist", nargs="?", metavar="SPECIALIST")
+    action.add_argument("--intent", metavar="INTENT")
+    action.add_argument("--share", type=share, default=0.05, metavar="P", help="such as 5%%")
+    action.add_argument("--stop", metavar="SUBJECT", help="an intent or an expert")
+    _add_server(action)
+    action = menu.add("audit", audit, "every change, by the server and by operators", _AUDIT)
+    action.add_argument("--limit", type=int, default=50, metavar="N", help="(default: 50)")
+    _add_server(action)
+
+
+execute = choose
+
+
+def status(args: argparse.Namespace) -> int:
+    report = ask(args, "GET", "/v1/ensemble")
+    rows = [_row(item) for item in report["specialists"]]
+    text = table(("specialist", "breaker", "spike", "load", "correct", "of"), rows, _WORDS)
+    for figures in report["canaries"]:
+        text += "\n" + _canary_line(figures)
+    return show(args, report, text)
+
+
+def demote(args: argparse.Namespace) -> int:
+    return _act(args, "demote")
+
+
+def restore(args: argparse.Namespace) -> int:
+    return _act(args, "restore")
+
+
+def thresholds(args: argparse.Namespace) -> int:
+    given = {
+        name: value
+        for name in ("shadow_below", "spill_below", "priority_floor")
+        if (value := getattr(args, name)) is not None
+    }
+    if args.intent is None:
+        if given or args.clear:
+            raise ConfigError("name the intent to change", param="intent")
+        intents = ask(args, "GET", "/v1/ensemble")["intents"]
+        return show(args, intents, _intents(intents))
+    path = f"/v1/ensemble/intents/{quote(args.intent, safe='')}"
+    if args.clear:
+        if given:
+            raise ConfigError("--clear takes no values beside it", param="clear")
+        after = ask(args, "DELETE", path)
+    elif given:
+        after = ask(args, "PATCH", path, given)
+    else:
+        intents = ask(args, "GET", "/v1/ensemble")["intents"]
+        if args.intent not in intents:
+            listed = ", ".join(intents) or "none"
+            raise ConfigError(f"no intent {args.intent!r}; there are: {listed}", param="intent")
+        after = {"intent": args.intent} | intents[args.intent]
+    return show(args, after, _intents({args.intent: after}))
+
+
+def canary(args: argparse.Namespace) -> int:
+    if args.stop is not None:
+        path = f"/v1/ensemble/canaries/{quote(args.stop, safe='')}"
+        report = ask(args, "DELETE", path)
+        return show(args, report, f"stopped: {args.stop}")
+    if args.specialist is None or args.intent is None:
+        raise ConfigError("give a specialist and --intent, or --stop", param="specialist")
+    body = {"specialist": args.specialist, "intent": args.intent, "share": args.share}
+    report = ask(args, "POST", "/v1/ensemble/canaries", body)
+    return show(args, report, _canary_line(report))
+
+
+def audit(args: argparse.Namespace) -> int:
+    report = ask(args, "GET", f"/v1/ensemble/audit?limit={args.limit}")
+    lines = []
+    for item in report["data"]:
+        at = datetime.fromtimestamp(item["at"], UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+        lines.append(f"{at}  {item['kind']:<18} {item['subject']}  ({item['actor']})")
+        if item["details"]:
+            lines.append("    " + _details(item["details"]))
+    return show(args, report, "\n".join(lines) or "no changes yet")
+
+
+def share(text: str) -> float:
+    """`5%` or `0.05`."""
+    number = text.strip()
+    try:
+        value = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: write 5% or 0.05") from None
+    if not 0 < value <= 0.5:
+        raise argparse.ArgumentTypeError("a canary takes more than 0% and at most 50%")
+    return value
+
+
+_WORDS = ("specialist", "breaker", "spike")
+
+
+def _act(args: argparse.Namespace, action: str) -> int:
+    path = f"/v1/ensemble/specialists/{quote(args.specialist, safe='')}/{action}"
+    report = ask(args, "POST", path, {"reason": args.reason})
+    held = " by an operator" if report["held"] else ""
+    return show(args, report, f"{args.specialist}: {report['breaker']}{held}")
+
+
+def _row(item: dict[str, Any]) -> list[str]:
+    held = " (operator)" if item["held"] else ""
+    correctness = item["correctness"]
+    return [
+        item["specialist"],
+        item["breaker"] + held,
+        item["spike"],
+        f"{item['load']:.2f}",
+        shown_correctness(correctness),
+        str(correctness["judged"]),
+    ]
+
+
+def shown_correctness(values: dict[str, Any]) -> str:
+    if values["rate"] is None:
+        return "unknown"
+    return f"{values['rate']:.3f} [{values['low']:.3f}, {values['high']:.3f}]"
+
+
+def _canary_line(figures: dict[str, Any]) -> str:
+    name = figures.get("label") or figures.get("candidate", "")
+    counts = " against ".join(
+        f"{figures[f'{side}_valid']}/{figures[f'{side}_judged']}"
+        for side in ("candidate", "current")
+    )
+    return (
+        f"canary {name} for {figures['subject']}, {figures['share']:.0%}: {counts} valid, evidence "
+        f"{figures['evidence_not_worse']:g} for and {figures['evidence_worse']:g} against, "
+        f"{figures['needed']:g} needed"
+    )
+
+
+def _intents(intents: dict[str, dict[str, Any]]) -> str:
+    if not intents:
+        return "no intents are configured"
+    heads = ("intent", "shadow below", "spill below", "priority floor", "set by")
+    rows = [
+        [
+            name,
+            f"{item['shadow_below']:g}",
+            f"{item['spill_below']:g}",
+            str(item["priority_floor"]),
+            "operator" if item["overridden"] else "configuration",
+        ]
+        for name, item in intents.items()
+    ]
+    return table(heads, rows, ("intent", "set by"))
+
+
+def _details(details: dict[str, Any]) -> str:
+    shown = {name: value for name, value in details.items() if not isinstance(value, dict)}
+    return ", ".join(f"{name} {_number(value)}" for name, value in shown.items())
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    add_server(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")

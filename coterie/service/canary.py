@@ -1,0 +1,356 @@
+"""A canary: a new adapter version or specialist gets a share of the traffic until a sequential
+test has decided that it is no worse, or that it is.
+
+Both errors are controlled however often one looks: each hypothesis is tested with an e-process
+for two proportions (Turner, Ly and Gruenwald). Answers are taken in blocks of one judged answer of
+the canary and the judged answers of the current one since. A block multiplies the evidence by how
+much more likely it is under the estimate so far than under the nearest point of the hypothesis. By
+Ville's inequality the evidence against a true hypothesis ever reaches 1/alpha with a probability
+of at most alpha.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from coterie.core.errors import Conflict, InvalidRequest, NotFound
+from coterie.core.plan import AdapterChoice
+from coterie.service.shadow.policy import draw
+
+RUNNING, PROMOTED, ROLLED_BACK = "running", "promoted", "rolled_back"
+# probability to roll back a canary that is as good, and to promote one that is worse by `MARGIN`
+ALPHA = 0.05
+# a canary whose rate is lower by this much must not be promoted
+MARGIN = 0.05
+# judged answers of the canary after which an undecided test ends with a rollback
+MAX_JUDGED = 2000
+# answers of the current one in a block; further ones wait for the next
+MAX_BLOCK = 64
+MAX_SHARE = 0.5
+_SEARCH_STEPS = 32
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class CanarySpec:
+    """What is compared. `candidate` and `current` are digests of adapters, or specialists."""
+
+    # "adapter" or "specialist"
+    kind: str
+    # the adapter's name, or the intent
+    subject: str
+    candidate: str
+    current: str
+    # of the traffic, 0 to 1
+    share: float
+    # as the operator knows the candidate, such as `name@2.0.0`
+    label: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}:{self.subject}"
+
+    def takes(self, request_id: str) -> bool:
+        """Whether the canary answers this request."""
+        return draw(request_id, f"c{self.candidate[-14:]}") < self.share
+
+
+@dataclass(slots=True)
+class _SideCounts:
+    valid: int = 0
+    judged: int = 0
+
+    def estimate(self) -> float:
+        """Between 0 and 1, never one of them."""
+        return (self.valid + 0.5) / (self.judged + 1)
+
+
+class CanaryTest:
+    def __init__(
+        self,
+        spec: CanarySpec,
+        started_at: float,
+        *,
+        alpha: float = ALPHA,
+        margin: float = MARGIN,
+        max_judged: int = MAX_JUDGED,
+    ) -> None:
+        self.spec, self.started_at = spec, started_at
+        self.outcome = RUNNING
+        self.ended_at = 0.0
+        self._limit = math.log(1 / alpha)
+        self._margin, self._max_judged = margin, max_judged
+        self._candidate, self._current = _SideCounts(), _SideCounts()
+        # the current one's answers since the last block: valid, judged
+        self._open = [0, 0]
+        # logarithms of the evidence that the canary is worse, and that it is not worse by `margin`
+        self._worse = self._good = 0.0
+
+    def judged(self, is_candidate: bool, valid: bool, now: float) -> bool:
+        """Add one outcome. Returns whether it ended the test."""
+        if self.outcome != RUNNING:
+            return False
+        if not is_candidate:
+            if self._open[1] < MAX_BLOCK:
+                self._open[0] += valid
+                self._open[1] += 1
+            return False
+        self._close_block(valid)
+        if self._worse >= self._limit:
+            self._end(ROLLED_BACK, now)
+        elif self._good >= self._limit:
+            self._end(PROMOTED, now)
+        elif self._candidate.judged >= self._max_judged:
+            self._end(ROLLED_BACK, now)
+        return self.outcome != RUNNING
+
+    def stop(self, outcome: str, now: float) -> None:
+        """By an operator."""
+        self._end(outcome, now)
+
+    def _end(self, outcome: str, now: float) -> None:
+        self.outcome, self.ended_at = outcome, now
+
+    def _close_block(self, valid: bool) -> None:
+        (old_valid, old_judged), self._open = self._open, [0, 0]
+        # estimates from earlier blocks only: the evidence is then valid
+        new, old = self._candidate.estimate(), self._current.estimate()
+        block = _Block(int(valid), old_valid, old_judged)
+        # H0 of the rollback: the canary's rate is at least the current one's
+        if new < old:
+            self._worse += block.gain(new, old, 0.0)
+        # H0 of the promotion: it is lower by the margin or more
+        if new > old - self._margin:
+            self._good += block.gain(new, old, -self._margin)
+        self._candidate.valid += valid
+        self._candidate.judged += 1
+        self._current.valid += old_valid
+        self._current.judged += old_judged
+
+    def figures(self) -> dict[str, Any]:
+        """For the audit log and the operator."""
+        new, old = self._candidate, self._current
+        return {
+            **asdict(self.spec),
+            "outcome": self.outcome,
+            "candidate_valid": new.valid,
+            "candidate_judged": new.judged,
+            "current_valid": old.valid + self._open[0],
+            "current_judged": old.judged + self._open[1],
+            "evidence_worse": round(math.exp(min(self._worse, 50.0)), 3),
+            "evidence_not_worse": round(math.exp(min(self._good, 50.0)), 3),
+            "needed": round(math.exp(self._limit), 3),
+            "margin": self._margin,
+            "started_at": self.started_at,
+            "ended_at": self.ended_at,
+        }
+
+    def saved(self) -> dict[str, Any]:
+        return {
+            "spec": asdict(self.spec),
+            "started_at": self.started_at,
+            "counts": [
+                *(self._candidate.valid, self._candidate.judged),
+                *(self._current.valid, self._current.judged),
+                *self._open,
+            ],
+            "evidence": [self._worse, self._good],
+            "rules": [math.exp(-self._limit), self._margin, self._max_judged],
+        }
+
+    @classmethod
+    def restored(cls, saved: dict[str, Any]) -> CanaryTest:
+        alpha, margin, most = saved["rules"]
+        test = cls(
+            CanarySpec(**saved["spec"]),
+            saved["started_at"],
+            alpha=alpha,
+            margin=margin,
+            max_judged=int(most),
+        )
+        counts = [int(count) for count in saved["counts"]]
+        test._candidate = _SideCounts(*counts[:2])
+        test._current = _SideCounts(*counts[2:4])
+        test._open = counts[4:6]
+        test._worse, test._good = (float(value) for value in saved["evidence"])
+        return test
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One outcome of the canary and some of the current one."""
+
+    new_valid: int
+    old_valid: int
+    old_judged: int
+
+    def gain(self, new: float, old: float, offset: float) -> float:
+        """Logarithm of: likelihood under the estimates over that under the nearest point of the
+        hypothesis, which lies on the line new = old + `offset`."""
+        new_null, old_null = self._nearest(new, old, offset)
+        return self._log_likelihood(new, old) - self._log_likelihood(new_null, old_null)
+
+    def _nearest(self, new: float, old: float, offset: float) -> tuple[float, float]:
+        """The point of the line with the least Kullback-Leibler divergence from the estimates,
+        where the current one counts as often as it is in the block."""
+        low, high = max(0.0, -offset), min(1.0, 1.0 - offset)
+        times = self.old_judged
+
+        def divergence(old_null: float) -> float:
+            return _divergence(new, old_null + offset) + times * _divergence(old, old_null)
+
+        # golden section: the function is convex
+        left, right = low, high
+        a, b = right - _GOLDEN * (right - left), left + _GOLDEN * (right - left)
+        at_a, at_b = divergence(a), divergence(b)
+        for _ in range(_SEARCH_STEPS):
+            if at_a < at_b:
+                right, b, at_b = b, a, at_a
+                a = right - _GOLDEN * (right - left)
+                at_a = divergence(a)
+            else:
+                left, a, at_a = a, b, at_b
+                b = left + _GOLDEN * (right - left)
+                at_b = divergence(b)
+        old_null = (left + right) / 2
+        return old_null + offset, old_null
+
+    def _log_likelihood(self, new: float, old: float) -> float:
+        return _log_share(new, self.new_valid, 1) + _log_share(old, self.old_valid, self.old_judged)
+
+
+def _log_share(share: float, valid: int, judged: int) -> float:
+    share = min(max(share, 1e-12), 1 - 1e-12)
+    return valid * math.log(share) + (judged - valid) * math.log1p(-share)
+
+
+def _divergence(p: float, q: float) -> float:
+    """From a coin that shows heads with probability p to one with q."""
+    q = min(max(q, 1e-12), 1 - 1e-12)
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+Note = Callable[[str, str, str, Mapping[str, Any]], None]
+MAX_CANARIES = 16
+# who decided: the test itself
+_TEST = "control"
+
+
+class CanarySet:
+    """The running canaries, and the intents that specialists took over after one."""
+
+    def __init__(self, clock: Callable[[], float], note: Note) -> None:
+        """`note` takes actor, kind, subject and details for the audit log."""
+        self._clock, self._note = clock, note
+        self._tests: dict[str, CanaryTest] = {}
+        # by intent
+        self._owners: dict[str, str] = {}
+
+    def check(self, subject: str, share: float) -> None:
+        """Refuse a canary that cannot start. Changes nothing."""
+        if not 0 < share <= MAX_SHARE:
+            raise InvalidRequest("a canary takes more than 0% and at most 50%", param="share")
+        if any(test.spec.subject == subject for test in self._tests.values()):
+            raise Conflict(f"a canary for {subject} is running: stop it first")
+        if len(self._tests) >= MAX_CANARIES:
+            raise Conflict(f"{MAX_CANARIES} canaries are running: stop one first")
+
+    def start(self, spec: CanarySpec, actor: str) -> dict[str, Any]:
+        self.check(spec.subject, spec.share)
+        if spec.candidate == spec.current:
+            raise Conflict(f"{spec.label or spec.candidate} is the current one already")
+        test = self._tests[spec.key] = CanaryTest(spec, self._clock())
+        self._note(actor, "canary_started", spec.label or spec.candidate, test.figures())
+        return test.figures()
+
+    def stop(self, subject: str, actor: str) -> dict[str, Any]:
+        """End it without a decision: the current one stays. `subject`: an adapter or an intent.
+        An intent that was taken over goes back."""
+        test = next((item for item in self._tests.values() if item.spec.subject == subject), None)
+        if test is None:
+            return self._give_back(subject, actor)
+        del self._tests[test.spec.key]
+        test.stop(ROLLED_BACK, self._clock())
+        self._note(actor, "canary_stopped", test.spec.label, test.figures())
+        return test.figures()
+
+    def adapters(
+        self, adapters: Sequence[AdapterChoice], request_id: str
+    ) -> tuple[tuple[AdapterChoice, ...] | None, str]:
+        """The stack with the canary in it, and the canary's name; None if none takes it."""
+        label, stack = "", list[AdapterChoice]()
+        for choice in adapters if self._tests else ():
+            test = self._tests.get(f"adapter:{_bare(choice.name)}")
+            spec = None if test is None else test.spec
+            if spec and spec.current == choice.digest and spec.takes(request_id):
+                label = spec.label
+                choice = replace(choice, name=spec.label, digest=spec.candidate)
+            stack.append(choice)
+        return (tuple(stack), label) if label else (None, "")
+
+    def specialist(self, intent: str, current: str, request_id: str) -> str:
+        """The specialist that takes this request as a canary; empty = none."""
+        test = self._tests.get(f"specialist:{intent}") if intent else None
+        if test is None or test.spec.current != current or not test.spec.takes(request_id):
+            return ""
+        return test.spec.candidate
+
+    def owner(self, intent: str) -> str:
+        """The specialist that took over the intent; empty = as it is configured."""
+        return self._owners.get(intent, "")
+
+    def judged(
+        self, specialist: str, adapters: Sequence[AdapterChoice], intent: str, valid: bool
+    ) -> None:
+        if not self._tests:
+            return
+        for choice in adapters:
+            self._judged(f"adapter:{_bare(choice.name)}", choice.digest, valid)
+        self._judged(f"specialist:{intent}", specialist, valid)
+
+    def figures(self) -> list[dict[str, Any]]:
+        return [test.figures() for test in self._tests.values()]
+
+    def saved(self) -> dict[str, Any]:
+        tests = [test.saved() for test in self._tests.values()]
+        return {"tests": tests, "owners": dict(self._owners)}
+
+    def restore_saved(self, saved: Mapping[str, Any], specialists: Collection[str]) -> None:
+        self._tests = {}
+        for state in saved.get("tests", ()):
+            test = CanaryTest.restored(state)
+            spec = test.spec
+            if spec.kind == "adapter" or {spec.candidate, spec.current} <= set(specialists):
+                self._tests[spec.key] = test
+        owners = saved.get("owners", {})
+        self._owners = {key: name for key, name in owners.items() if name in specialists}
+
+    def _judged(self, key: str, who: str, valid: bool) -> None:
+        test = self._tests.get(key)
+        if test is None or who not in (test.spec.candidate, test.spec.current):
+            return
+        spec = test.spec
+        if not test.judged(who == spec.candidate, valid, self._clock()):
+            return
+        del self._tests[key]
+        is_good = test.outcome == PROMOTED
+        if is_good and spec.kind == "specialist":
+            self._owners[spec.subject] = spec.candidate
+        kind = "canary_promoted" if is_good else "canary_rolled_back"
+        self._note(_TEST, kind, spec.label or spec.candidate, test.figures())
+
+    def _give_back(self, intent: str, actor: str) -> dict[str, Any]:
+        owner = self._owners.pop(intent, None)
+        if owner is None:
+            running = ", ".join(test.spec.subject for test in self._tests.values()) or "none"
+            raise NotFound(f"no canary for {intent!r}; running: {running}", param="subject")
+        details = {"intent": intent, "specialist": owner}
+        self._note(actor, "canary_undone", owner, details)
+        return details
+
+
+def _bare(name: str) -> str:
+    return name.partition("@")[0]

@@ -1,0 +1,422 @@
+"""The specialists as an ensemble while the server runs: steers requests, judges, measures load,
+starts shadows, promotes canaries, and keeps its state on disk.
+
+`breaker/control.py` decides; this module connects it with the fleet, the clock and the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from coterie.core.errors import Conflict, CoterieError, Unavailable
+from coterie.core.receipt import CLOSED
+from coterie.core.request import AUTO, MAX_PRIORITY
+from coterie.core.snapshot import EnsembleConfig
+from coterie.obs.log import log
+from coterie.service.breaker.control import EnsembleControl
+from coterie.service.breaker.steering import SteeredPlan, SteerRequest
+from coterie.service.breaker.watch import ControlChange, WatchedSpecialist, steady_clock
+from coterie.service.canary import CanarySpec
+from coterie.service.shadow.calibration import disagreement
+from coterie.service.shadow.dispatch import DONE, ShadowDispatcher, ShadowTask
+from coterie.service.shadow.runner import ShadowRunner, shadow_request
+from coterie.service.slo.board import SpecialistSlo
+from coterie.service.slo.keeper import EnsembleKeeper
+from coterie.service.slo.report import SloReporter
+
+if TYPE_CHECKING:
+    from coterie.core.adapters import AdapterCard
+    from coterie.core.request import Sampling
+    from coterie.service.adapters.admin import AdapterAdmin
+    from coterie.service.fleet import Fleet, ServedSpecialist
+    from coterie.service.plan import RequestRun
+    from coterie.service.records.store import VerdictEffect
+
+# how often load is looked at, and after how many looks the rest is
+TICK_S, SLOW_TICKS = 0.25, 4
+# ticks between two writes of windows; changes are written at the next slow tick
+WRITE_TICKS = 20
+# without a promise, this wait for a first token is as much as a specialist should bear
+PATIENCE_S = 10.0
+# codes of failures that are the replica's fault
+REPLICA_FAULTS = frozenset({"worker_crashed", "unavailable", "internal_error"})
+
+
+class EnsembleService:
+    """Used from one event loop."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        admin: AdapterAdmin,
+        keeper: EnsembleKeeper | None = None,
+        outcomes: Callable[[str], tuple[int, int]] | None = None,
+    ) -> None:
+        """`outcomes`: (valid, judged) answers of an adapter, by its digest."""
+        self._fleet, self._admin, self._outcomes = fleet, admin, outcomes
+        self._keeper = keeper or EnsembleKeeper()
+        # what the control was configured with
+        self._inputs = EnsembleConfig()
+        self._clock = steady_clock()
+        self._control: EnsembleControl | None = None
+        self._reporter: SloReporter | None = None
+        self._shadows: ShadowDispatcher | None = None
+        self._ticking: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        # adapter versions that are to become current
+        self._promotions: list[ControlChange] = []
+        # by specialist and replica
+        self._restarts: dict[str, float] = {}
+
+    @property
+    def control(self) -> EnsembleControl:
+        if self._control is None:
+            raise Unavailable("the models are still loading", retry_after_s=5.0)
+        return self._control
+
+    async def start(self, runner: ShadowRunner) -> None:
+        """After the fleet has started."""
+        inputs, served = self._fleet.snapshot.config, self._fleet.served
+        self._inputs = inputs
+        self._control = EnsembleControl(
+            _watched(inputs, served),
+            inputs.ensemble,
+            inputs.intents.values(),
+            clock=self._clock,
+            outcomes=self._outcomes,
+        )
+        self._shadows = ShadowDispatcher(runner.run, self._engines, inputs.ensemble.max_shadows)
+        for item in served.values():
+            item.series.slo = SpecialistSlo(inputs.ensemble.window_s)
+            item.replicas.ejected = partial(self.ejected, item.name)
+        self._reporter = SloReporter(self._control, served)
+        await self._keeper.open(self._control, served)
+        self._ticking = asyncio.ensure_future(self._tick())
+
+    async def close(self) -> None:
+        ticking, self._ticking = self._ticking, None
+        if ticking is not None:
+            # not cancelled: it may be writing
+            self._closing.set()
+            await ticking
+        await self.stop_shadows()
+        if self._control is not None:
+            await self.keep_changes()
+        await self._keeper.close()
+
+    async def stop_shadows(self) -> None:
+        """No shadow runs from now on."""
+        if self._shadows is not None:
+            await self._shadows.close()
+
+    def _configured(self, config: EnsembleConfig) -> None:
+        """Take over changed settings at once; what is known stays."""
+        before, self._inputs = self._inputs, config
+        watched = _watched(config, self._fleet.served)
+        self.control.reconfigure(watched, config.ensemble, config.intents.values())
+        if self._shadows is not None:
+            self._shadows.max_running = config.ensemble.max_shadows
+        if config.ensemble.window_s != before.ensemble.window_s:
+            # what was measured before is in parts of another length
+            for item in self._fleet.served.values():
+                item.series.slo = SpecialistSlo(config.ensemble.window_s)
+
+    # requests
+
+    def steer(self, run: RequestRun) -> SteeredPlan:
+        """Raises Overloaded if the request cannot run now."""
+        config = run.snapshot.config
+        if config is not self._inputs:
+            self._configured(config)
+        self.control.reachable(run.plan.specialist, run.served.replicas.ready())
+        return self.control.steer(run.plan, steer_request(run))
+
+    def instead(self, run: RequestRun) -> SteeredPlan | None:
+        """Who answers in place of a specialist that failed before it began; None = nobody."""
+        self.control.reachable(run.plan.specialist, run.served.replicas.ready())
+        return self.control.instead(run.plan, steer_request(run))
+
+    def may_answer(self, specialist: str) -> bool:
+        """Whether no breaker keeps it from answering."""
+        watch = None if self._control is None else self._control.watches.get(specialist)
+        return watch is None or watch.state(self._clock()) == CLOSED
+
+    def primary(self, served: ServedSpecialist) -> PrimaryRun:
+        """While a request of a caller is on the engines of this specialist, shadows wait."""
+        return PrimaryRun(self._shadows, served.replicas.names)
+
+    def answered(self, run: RequestRun, vendor: Sampling) -> None:
+        """A primary has ended with an answer; `run.outcome` is None if it was not judged."""
+        plan, outcome = run.plan, run.outcome
+        if run.replica:
+            self.control.replica_succeeded(plan.specialist, run.replica)
+        if outcome is not None:
+            self.control.judged(plan.specialist, plan.adapters, plan.intent, outcome)
+        if plan.shadow and self._shadows is not None:
+            target = plan.shadow
+
+            def on_end(result: str, valid: bool | None) -> None:
+                self._shadow_ended(run, target, result, valid)
+
+            request = shadow_request(run, target)
+            self._shadows.offer(ShadowTask(request, vendor, target, run.shadow_why, on_end))
+
+    def failed(self, run: RequestRun, code: str) -> None:
+        if code in REPLICA_FAULTS and run.replica:
+            self.control.replica_failed(run.plan.specialist, run.replica)
+
+    def ejected(self, specialist: str) -> frozenset[str]:
+        return frozenset() if self._control is None else self._control.ejected(specialist)
+
+    def _shadow_ended(self, run: RequestRun, target: str, result: str, valid: bool | None) -> None:
+        primary = run.outcome
+        if result == DONE:
+            result = "unjudged"
+            if valid is not None:
+                self.control.judged_alone(target, valid)
+                result = "judged" if primary is None else "agreed"
+                if primary is not None and primary != valid:
+                    result = "disagreed"
+                    row = disagreement(run, target, self._clock())
+                    if row is not None:
+                        self._keeper.add_disagreement(row)
+        self._fleet.registry.value("coterie_shadows", target, result).add()
+
+    def verdict(self, effect: VerdictEffect, good: bool) -> None:
+        """A caller has judged an answer. It counts if no check did: what a check found is not for
+        one caller to change, or it could demote a specialist for all."""
+        is_recent = effect.finished_at >= self._clock() - self._inputs.ensemble.window_s
+        if self._control is not None and is_recent and not effect.is_checked:
+            self._control.judged_alone(effect.specialist, good)
+
+    # the operator
+
+    async def start_canary(self, name: str, share: float, actor: str) -> dict[str, Any]:
+        """A canary for an adapter: `name@version`, or the newest version of `name`. If that one is
+        the current one already, the version before it becomes current until the test has ended."""
+        bare, _, version = name.partition("@")
+        self.control.canaries.check(bare, share)
+        shown = await self._admin.show(bare, version or None)
+        candidate = shown.card if version else max(shown.versions, key=_installed_at)
+        current = self._admin.current()[bare]
+        if candidate.digest == current.digest:
+            if len(shown.versions) < 2:
+                raise Conflict(f"{bare} has one version: install the next one first")
+            current = await self._admin.rollback(bare)
+            self._resolve_fixed(bare)
+        spec = CanarySpec(
+            "adapter",
+            bare,
+            candidate.digest,
+            current.digest,
+            share,
+            f"{bare}@{candidate.version}",
+        )
+        return self.control.start_canary(spec, actor)
+
+    def start_specialist_canary(
+        self, specialist: str, intent: str, share: float, actor: str
+    ) -> dict[str, Any]:
+        """A canary for a specialist: it takes a share of the intent that another one serves."""
+        owner = self.control.canaries.owner(intent) or next(
+            (
+                name
+                for name, settings in self._inputs.specialists.items()
+                if intent in settings.intents
+            ),
+            self._base,
+        )
+        if owner == specialist:
+            raise Conflict(f"{specialist} answers {intent!r} already")
+        spec = CanarySpec("specialist", intent, specialist, owner, share, specialist)
+        return self.control.start_canary(spec, actor)
+
+    async def keep_changes(self) -> None:
+        """When it returns, the changes so far and the state they led to are on disk."""
+        self._take_changes()
+        await self._keeper.write(self.control, self._fleet.served)
+
+    async def audit(self, limit: int, before: int | None = None) -> list[dict[str, Any]]:
+        """The newest entries first."""
+        await self.keep_changes()
+        return await self._keeper.audit(limit, before)
+
+    def report(self) -> list[dict[str, Any]]:
+        """What every specialist delivers and how it stands."""
+        return [] if self._reporter is None else self._reporter.report()
+
+    def slo_header(self, specialist: str) -> str:
+        return "" if self._reporter is None else self._reporter.header(specialist)
+
+    def measure(self) -> None:
+        """Update the gauges."""
+        if self._reporter is not None:
+            self._reporter.measure(self._fleet.registry)
+
+    def status(self) -> dict[str, Any]:
+        shadows = self._shadows
+        return {
+            "specialists": self.report(),
+            "intents": self.control.intents(),
+            "canaries": self.control.canaries.figures(),
+            "shadows": {
+                "running": 0 if shadows is None else shadows.num_running,
+                "waiting": 0 if shadows is None else shadows.num_waiting,
+                "most": self._inputs.ensemble.max_shadows,
+            },
+        }
+
+    @property
+    def _base(self) -> str:
+        return next(iter(self._inputs.specialists))
+
+    def _engines(self, specialist: str) -> tuple[str, ...]:
+        served = self._fleet.served.get(specialist)
+        return () if served is None else served.replicas.names
+
+    # time
+
+    async def _tick(self) -> None:
+        count = 0
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), TICK_S)
+                return
+            count += 1
+            try:
+                self._look_at_load()
+                if count % SLOW_TICKS == 0:
+                    await self._slow_tick(count)
+            except Exception as error:
+                # the control must go on after any fault
+                log("unhandled error", level="error", error=error)
+
+    async def _slow_tick(self, count: int) -> None:
+        self.control.look()
+        self._look_at_restarts()
+        if self._shadows is not None:
+            self._shadows.start_waiting()
+        has_changed = self._take_changes()
+        while self._promotions:
+            await self._promote(self._promotions.pop(0))
+        self._stop_outdated_canaries()
+        is_due = count % WRITE_TICKS == 0
+        if self._keeper.has_waiting or is_due:
+            await self._keeper.write(self.control, self._fleet.served, whole=is_due or has_changed)
+
+    def _take_changes(self) -> bool:
+        """Hand new changes on. Returns whether there were any."""
+        changes = self.control.changes.take()
+        self._keeper.add(changes)
+        for change in changes:
+            self._fleet.registry.value("coterie_control_changes", change.kind).add()
+            log("ensemble_changed", model=change.subject, reason=f"{change.kind} by {change.actor}")
+            if change.kind == "canary_promoted" and change.details["kind"] == "adapter":
+                self._promotions.append(change)
+        return bool(changes)
+
+    def _look_at_load(self) -> None:
+        for name, item in self._fleet.served.items():
+            states, queued = item.replicas.states(), item.replicas.queued()
+            room = sum(state.max_queue for state in states)
+            promise = self.control.watches[name].settings.slo.ttft_p95_s
+            wait_s = min((state.predicted_first_token_s for state in states), default=0.0)
+            load = max(2 * queued / room if room else 0.0, wait_s / (promise or PATIENCE_S))
+            self.control.reachable(name, item.replicas.ready())
+            self.control.loaded(name, load, is_full=bool(room) and queued >= room)
+
+    def _look_at_restarts(self) -> None:
+        """A worker that was started again has crashed, even if no request noticed."""
+        for name, item in self._fleet.served.items():
+            for replica in item.replicas.members:
+                key = f"{name} {replica.name}"
+                count = replica.stats().get("restarts", 0.0)
+                for _ in range(int(count - self._restarts.get(key, count))):
+                    self.control.replica_failed(name, replica.name)
+                self._restarts[key] = count
+
+    async def _promote(self, change: ControlChange) -> None:
+        name, _, version = str(change.details["label"]).partition("@")
+        try:
+            await self._admin.alias(name, name, version)
+            self._resolve_fixed(name)
+        except CoterieError as error:
+            log("canary_not_promoted", level="error", reason=error.message, model=name)
+            self.control.changes.add("control", "promotion_failed", name, {"reason": error.message})
+
+    def _resolve_fixed(self, adapter: str) -> None:
+        """Specialists that always run with `adapter` use its current version from now on."""
+        fleet, before = self._fleet, self._fleet.snapshot
+        stacks = before.config.adapters.values()
+        if any(item.name.partition("@")[0] == adapter for stack in stacks for item in stack):
+            rights, commands = before.config.rights, before.commands
+            trained = before.router.trained
+            fleet.adopt(fleet.config, fleet.prepare(fleet.config, rights, commands, trained))
+
+    def _stop_outdated_canaries(self) -> None:
+        """An adapter whose current version changed meanwhile is not compared any more."""
+        current: dict[str, AdapterCard] | None = None
+        for figures in self.control.canaries.figures():
+            if figures["kind"] == "adapter":
+                current = current or self._admin.current()
+                card = current.get(figures["subject"])
+                if card is None or card.digest != figures["current"]:
+                    self.control.canaries.stop(figures["subject"], "control")
+
+
+class PrimaryRun:
+    """A request of a caller on some engines; for a `with` statement."""
+
+    __slots__ = ("_engines", "_shadows")
+
+    def __init__(self, shadows: ShadowDispatcher | None, engines: Collection[str]) -> None:
+        self._shadows, self._engines = shadows, engines
+
+    def __enter__(self) -> None:
+        if self._shadows is not None:
+            self._shadows.primary_began(self._engines)
+
+    def __exit__(self, *_: object) -> None:
+        if self._shadows is not None:
+            self._shadows.primary_ended(self._engines)
+
+
+def steer_request(run: RequestRun) -> SteerRequest:
+    """What steering must know about a request beside its plan."""
+    request, hints = run.request, run.request.hints
+    settings = run.snapshot.config.specialists.get(run.plan.specialist)
+    fixed = () if settings is None else settings.adapters
+    names = [hints.model or "", *(item.name for item in hints.adapters), *fixed]
+    return SteerRequest(
+        request.id,
+        # a job was accepted long ago
+        MAX_PRIORITY if request.submitted_at is not None else request.limits.priority,
+        is_named=bool(hints.adapters) or hints.model not in (None, "", AUTO),
+        is_pinned=any("@" in name for name in names),
+        allowed=frozenset(hints.allowed) or None,
+    )
+
+
+def _watched(
+    inputs: EnsembleConfig, served: Mapping[str, ServedSpecialist]
+) -> list[WatchedSpecialist]:
+    return [
+        WatchedSpecialist(
+            name,
+            settings.fallback,
+            settings.slo,
+            has_checks=bool(settings.checks),
+            may_shadow=not settings.remote.url or settings.remote.shadow,
+            replicas=served[name].replicas.names,
+        )
+        for name, settings in inputs.specialists.items()
+        if name in served
+    ]
+
+
+def _installed_at(card: AdapterCard) -> float:
+    return card.installed_at

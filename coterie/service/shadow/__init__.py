@@ -1,0 +1,1 @@
+"""Shadows: a second specialist answers too, only to be judged; no caller gets its answer."""

@@ -1,0 +1,1 @@
+"""What each specialist delivers: latency quantiles and the share of valid answers, kept on disk."""

@@ -1,0 +1,47 @@
+"""What a request reads of the settings: one object from its start to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from coterie.core.errors import Unauthenticated
+from coterie.core.request import EVERY_RIGHT, InferenceRequest, KeyRights
+from coterie.core.snapshot import EnsembleConfig
+from coterie.routing.router import Router
+from coterie.service.validate.command import ValidatorCommands
+
+
+@dataclass(frozen=True, slots=True)
+class ServingSnapshot:
+    """The settings, and what was made of them. A reload replaces it as a whole."""
+
+    config: EnsembleConfig
+    router: Router
+    commands: ValidatorCommands
+
+    def fixed_digests(self, specialist: str) -> frozenset[str]:
+        """Of the adapters that the specialist always runs with."""
+        return frozenset(item.digest for item in self.config.adapters.get(specialist, ()))
+
+    def with_rights(self, rights: Mapping[str, KeyRights] | None) -> ServingSnapshot:
+        return replace(self, config=replace(self.config, rights=rights))
+
+    def within_rights(self, request: InferenceRequest) -> InferenceRequest:
+        """`request` limited to the rights of its tenant. Refuses a tenant that lost its key since
+        the request was received; what was accepted before, as a job was, still runs."""
+        rights = self.config.rights_of(request.tenant)
+        if rights is None:
+            if request.submitted_at is None:
+                raise Unauthenticated("this API key is not known here any more")
+            rights = EVERY_RIGHT
+        limits, hints = request.limits, request.hints
+        priority = min(limits.priority, rights.priority)
+        allowed = self.config.may_use(request.tenant)
+        given = limits.priority, limits.max_running, limits.share, hints.allowed
+        if given == (priority, rights.max_running, rights.share, allowed):
+            return request
+        limits = replace(
+            limits, priority=priority, max_running=rights.max_running, share=rights.share
+        )
+        return replace(request, limits=limits, hints=replace(hints, allowed=allowed))

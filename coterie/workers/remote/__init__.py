@@ -1,0 +1,1 @@
+"""A specialist on another server: any that speaks OpenAI's API, reached over HTTP."""

@@ -1,0 +1,1 @@
+"""What the shipped router of eight specialists is trained on."""

@@ -1,0 +1,487 @@
+"""service/breaker/control.py: drills with a clock that the test moves."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coterie.core.ensemble import EnsembleSettings, IntentSettings, SloSettings
+from coterie.core.errors import Conflict, InvalidRequest, NotFound, Overloaded, Saturated
+from coterie.core.plan import AdapterChoice, AlternateSpecialist, RoutePlan
+from coterie.core.request import Sampling
+from coterie.service.breaker.control import EnsembleControl
+from coterie.service.breaker.steering import SteeredPlan, SteerRequest
+from coterie.service.breaker.watch import WatchedSpecialist
+from coterie.service.canary import CanarySpec
+
+COUNT = itertools.count()
+FLOOR = SloSettings(correctness=0.9)
+
+
+class Drill:
+    """A control, its clock, and traffic with a share of valid answers per specialist."""
+
+    def __init__(
+        self,
+        *specialists: WatchedSpecialist,
+        intents: Any = (),
+        outcomes: Any = None,
+        **values: Any,
+    ) -> None:
+        self.now = 1_000_000.0
+        self.rng = random.Random(1)
+        self.settings = EnsembleSettings(**values)
+        self.intents = tuple(intents)
+        self.control = EnsembleControl(
+            specialists,
+            self.settings,
+            self.intents,
+            clock=lambda: self.now,
+            outcomes=outcomes,
+        )
+        self.rates = {item.name: 1.0 for item in specialists}
+
+    def plan(self, specialist: str, **values: Any) -> RoutePlan:
+        defaults: dict[str, Any] = {"confidence": 0.95, "reasons": (), "adapters": ()}
+        return RoutePlan(f"r{next(COUNT)}", specialist, sampling=Sampling(), **(defaults | values))
+
+    def steer(self, specialist: str, priority: int = 5, **values: Any) -> SteeredPlan:
+        named = {
+            key: values.pop(key) for key in ("is_named", "is_pinned", "allowed") if key in values
+        }
+        plan = self.plan(specialist, **values)
+        return self.control.steer(plan, SteerRequest(plan.request_id, priority, **named))
+
+    def judge(self, specialist: str, intent: str = "", adapters: Any = ()) -> None:
+        valid = self.rng.random() < self.rates[specialist]
+        self.control.judged(specialist, adapters, intent, valid)
+
+    def traffic(
+        self, specialist: str, seconds: float, gap_s: float = 1.0, **values: Any
+    ) -> Counter:
+        """Requests at an even pace, their answers and their shadows judged."""
+        seen: Counter[str] = Counter()
+        for _ in range(int(seconds / gap_s)):
+            self.now += gap_s
+            steered = self.steer(specialist, **values)
+            seen[steered.specialist] += 1
+            self.judge(steered.specialist, values.get("intent", ""))
+            if steered.shadow:
+                seen[f"shadow {steered.shadow}"] += 1
+                self.judge(steered.shadow, values.get("intent", ""))
+        return seen
+
+    def audit(self) -> list[tuple[str, str]]:
+        return [(change.kind, change.subject) for change in self.control.changes.take()]
+
+
+def three(**values: Any) -> Drill:
+    return Drill(
+        WatchedSpecialist("base"),
+        WatchedSpecialist("sql", "spare", FLOOR, has_checks=True),
+        WatchedSpecialist("spare", "", FLOOR, has_checks=True),
+        intents=[IntentSettings("query", shadow_below=0.5, spill_below=0.3)],
+        **values,
+    )
+
+
+def test_regression_demotes_recovery_restores() -> None:
+    drill = three(breach_s=60, recovery_s=300, shadow_sample=0.1)
+    drill.traffic("sql", 600)
+    drill.traffic("spare", 600)
+    drill.rates["sql"] = 0.4
+    drill.traffic("sql", 300)
+    assert drill.audit() == [("breaker_tripped", "sql")]
+    # the fallback answers, and the demoted one keeps its sample
+    seen = drill.traffic("sql", 1000)
+    assert not seen["sql"] and seen["spare"] == 1000
+    assert 60 <= seen["shadow sql"] <= 140
+    assert drill.steer("sql").breaker == "shadow_only"
+    # a caller that names it gets it
+    assert drill.steer("sql", is_named=True).specialist == "sql"
+    drill.rates["sql"] = 1.0
+    drill.traffic("sql", 3000)
+    assert drill.audit() == [("breaker_reset", "sql")]
+    assert drill.traffic("sql", 50)["sql"] == 50
+
+
+def test_recovery_needs_the_sample_that_spikes_do_not_cut() -> None:
+    drill = three(breach_s=10, recovery_s=60, shadow_sample=0.2, spike_s=5)
+    drill.traffic("spare", 100)
+    drill.rates["sql"] = 0.0
+    drill.traffic("sql", 100)
+    assert ("breaker_tripped", "sql") in drill.audit()
+    drill.rates["sql"] = 1.0
+    # the fallback is under a spike at its last step
+    for _ in range(40):
+        drill.now += 1
+        drill.control.loaded("spare", 3.0)
+        drill.control.loaded("sql", 3.0)
+    assert drill.control.watches["spare"].spike.level == 3
+    seen = drill.traffic("sql", 400)
+    assert seen["shadow sql"] > 40
+    assert ("breaker_reset", "sql") in drill.audit()
+
+
+def test_an_unknown_fallback_is_none_and_gets_shadows_until_it_is_known() -> None:
+    drill = three(fresh_shadow=0.5, breach_s=10)
+    drill.traffic("sql", 10)
+    drill.control.demote("sql", "operator")
+    # nothing is known about `spare`: the base answers
+    assert drill.steer("sql").specialist == "base"
+    drill.control.restore("sql", "operator")
+    seen = drill.traffic("sql", 100)
+    assert seen["shadow spare"] >= 12
+    drill.control.demote("sql", "operator")
+    assert drill.steer("sql").specialist == "spare"
+
+
+def test_a_tripped_or_full_fallback_yields_the_base_then_an_error() -> None:
+    drill = three()
+    drill.traffic("spare", 30)
+    drill.control.demote("sql", "operator", "a bad release")
+    assert drill.steer("sql").specialist == "spare"
+    drill.control.loaded("spare", 1.0, is_full=True)
+    assert drill.steer("sql").specialist == "base"
+    drill.control.loaded("spare", 0.0)
+    drill.control.demote("spare", "operator")
+    assert drill.steer("sql").specialist == "base"
+    drill.control.loaded("base", 1.0, is_full=True)
+    with pytest.raises(Saturated) as caught:
+        drill.steer("sql")
+    assert caught.value.retry_after_s
+    # a tenant that may not use the base gets the error too
+    drill.control.loaded("base", 0.0)
+    with pytest.raises(Saturated):
+        drill.steer("sql", allowed=frozenset({"sql"}))
+
+
+def test_a_base_without_fallback_goes_on_and_cannot_be_demoted() -> None:
+    drill = Drill(WatchedSpecialist("base", "", FLOOR, has_checks=True), breach_s=10)
+    drill.rates["base"] = 0.1
+    assert drill.traffic("base", 200)["base"] == 200
+    assert drill.steer("base").breaker == "shadow_only"
+    assert "no fallback" in drill.steer("base").reasons[0]
+    with pytest.raises(Conflict):
+        drill.control.demote("base", "operator")
+
+
+def test_flapping_answers_change_little() -> None:
+    drill = three(breach_s=60, recovery_s=300, shadow_sample=0.5)
+    drill.traffic("spare", 100)
+    for _ in range(6):
+        drill.rates["sql"] = 0.2
+        drill.traffic("sql", 240)
+        drill.rates["sql"] = 1.0
+        drill.traffic("sql", 240)
+    assert len(drill.audit()) <= 4
+
+
+def test_fresh_lanes_are_shadowed_until_their_window_fills() -> None:
+    drill = three(fresh_shadow=0.3, min_judged=50)
+    drill.traffic("spare", 60)
+    seen = drill.traffic("sql", 45)
+    assert 5 <= seen["shadow spare"] <= 25
+    drill.traffic("sql", 20)
+    # known now, and sure: no more shadows
+    assert not drill.traffic("sql", 200)["shadow spare"]
+    # an adapter without history is fresh although its specialist is known
+    adapters = (AdapterChoice("sql@2", "d" * 64),)
+    drill.control._steering._outcomes = lambda digest: (0, 0)
+    assert 40 <= drill.traffic("sql", 200, adapters=adapters)["shadow spare"] <= 80
+
+
+def test_unsure_requests_are_shadowed_by_intent() -> None:
+    drill = Drill(
+        WatchedSpecialist("base"),
+        WatchedSpecialist("sql"),
+        WatchedSpecialist("far", may_shadow=False),
+        intents=[
+            IntentSettings("query", shadow_below=0.4),
+            IntentSettings("review", shadow_below=0.4, high_stakes=True),
+        ],
+    )
+    also = (AlternateSpecialist("far", 0.3, True), AlternateSpecialist("base", 0.2, True))
+    unsure: dict[str, Any] = {"confidence": 0.35, "alternates": also}
+    # a remote server that did not opt in is passed over
+    assert drill.steer("sql", intent="query", **unsure).shadow == "base"
+    assert not drill.steer("sql", intent="query", confidence=0.45, alternates=also).shadow
+    # high stakes: shadowed at a confidence at which others are not
+    assert drill.steer("sql", intent="review", confidence=0.6, alternates=also).shadow == "base"
+    assert not drill.steer("sql", intent="", **unsure).shadow
+    assert not drill.steer("sql", intent="query", allowed=frozenset({"sql"}), **unsure).shadow
+
+
+def test_a_spike_sheds_in_order_and_returns() -> None:
+    drill = three(spike_s=10)
+    drill.traffic("spare", 30)
+    drill.traffic("sql", 30)
+    also = (AlternateSpecialist("spare", 0.3, True), AlternateSpecialist("base", 0.2, False))
+    unsure: dict[str, Any] = {"intent": "query", "confidence": 0.4, "alternates": also}
+    assert drill.steer("sql", **unsure).shadow == "spare"
+
+    def under(load: float, seconds: int) -> None:
+        for _ in range(seconds):
+            drill.now += 1
+            drill.control.loaded("sql", load)
+            drill.control.loaded("spare", 0.05)
+
+    under(2.0, 11)
+    step1 = drill.steer("sql", **unsure)
+    assert step1.specialist == "sql" and not step1.shadow
+    under(2.0, 10)
+    step2 = drill.steer("sql", **unsure)
+    assert step2.specialist == "spare" and "too much to do" in step2.reasons[0]
+    assert drill.steer("sql", intent="query", alternates=also).specialist == "sql"
+    under(2.0, 10)
+    with pytest.raises(Overloaded):
+        drill.steer("sql", 3, intent="query")
+    assert drill.steer("sql", 5, intent="query").specialist == "sql"
+    kinds = [change.details["step"] for change in drill.control.changes.take()]
+    assert kinds == ["fewer_shadows", "spill", "priority_floor"]
+    under(0.1, 6)
+    assert drill.steer("sql", 3, intent="query").specialist == "sql"
+    assert drill.steer("sql", **unsure).specialist == "spare"
+    under(0.1, 11)
+    kinds = [change.details["step"] for change in drill.control.changes.take()]
+    assert kinds == ["spill", "fewer_shadows", "normal"]
+    assert drill.steer("sql", **unsure).shadow == "spare"
+
+
+def test_ejected_replicas() -> None:
+    drill = Drill(
+        WatchedSpecialist("base", replicas=("b0",)),
+        WatchedSpecialist("sql", replicas=("s0", "s1")),
+    )
+    for _ in range(5):
+        drill.control.replica_failed("sql", "s0")
+    assert drill.control.ejected("sql") == {"s0"} and drill.steer("sql").breaker == "closed"
+    for _ in range(5):
+        drill.control.replica_failed("base", "b0")
+    # the only replica: out, and yet used where nobody else can answer
+    assert drill.control.watches["base"].state(drill.now) == "ejected"
+    assert drill.control.ejected("base") == frozenset()
+    assert drill.steer("base").specialist == "base"
+    drill.now += 31
+    assert not drill.control.ejected("sql") and drill.steer("base").breaker == "closed"
+    assert [kind for kind, _ in drill.audit()] == ["replica_ejected"] * 2
+
+
+def test_an_ejected_specialist_falls_back() -> None:
+    drill = Drill(
+        WatchedSpecialist("base", replicas=("b0",)), WatchedSpecialist("far", replicas=("f0",))
+    )
+    for _ in range(5):
+        drill.control.replica_failed("far", "f0")
+    steered = drill.steer("far")
+    assert (steered.specialist, steered.breaker, steered.shadow) == ("base", "ejected", "")
+    drill.now += 30
+    assert drill.steer("far").specialist == "far"
+
+
+def test_a_specialist_without_a_worker_falls_back_at_once() -> None:
+    drill = Drill(WatchedSpecialist("base"), WatchedSpecialist("far"))
+    drill.control.reachable("far", False)
+    assert drill.steer("far").specialist == "base"
+    assert drill.steer("far", is_named=True).specialist == "far"
+    drill.control.reachable("base", False)
+    with pytest.raises(Saturated):
+        drill.steer("far")
+    # nobody could take its place: the error comes from the attempt to reach it
+    assert drill.steer("base").specialist == "base"
+    drill.control.reachable("far", True)
+    assert drill.steer("far").specialist == "far"
+
+
+def test_the_operator_overrides_and_takes_back() -> None:
+    drill = three()
+    control = drill.control
+    drill.traffic("spare", 30)
+    control.demote("sql", "ann", "bad release")
+    with pytest.raises(Conflict):
+        control.demote("sql", "ann")
+    assert drill.steer("sql").specialist == "spare"
+    # a held specialist is not restored by good answers
+    for _ in range(500):
+        drill.now += 10
+        drill.judge("sql")
+    assert drill.steer("sql").specialist == "spare"
+    control.restore("sql", "ann")
+    assert drill.steer("sql").specialist == "sql"
+    with pytest.raises(Conflict):
+        control.restore("sql", "ann")
+    with pytest.raises(NotFound):
+        control.demote("nobody", "ann")
+    control.set_thresholds("query", "ann", priority_floor=7)
+    with pytest.raises(Overloaded):
+        drill.steer("sql", 5, intent="query")
+    assert drill.steer("sql", 5, intent="").specialist == "sql"
+    with pytest.raises(InvalidRequest):
+        control.set_thresholds("query", "ann", shadow_below=1.5)
+    with pytest.raises(NotFound):
+        control.set_thresholds("other", "ann", shadow_below=0.5)
+    control.clear_thresholds("query", "ann")
+    assert drill.steer("sql", 5, intent="query").specialist == "sql"
+    with pytest.raises(Conflict):
+        control.clear_thresholds("query", "ann")
+    changes = control.changes.take()
+    assert [(change.actor, change.kind) for change in changes] == [
+        ("ann", "demoted"),
+        ("ann", "restored"),
+        ("ann", "thresholds_set"),
+        ("ann", "thresholds_cleared"),
+    ]
+    assert changes[0].details["reason"] == "bad release"
+
+
+OLD, NEW = AdapterChoice("sql@1", "o" * 64), AdapterChoice("sql@2", "n" * 64)
+ADAPTER = CanarySpec("adapter", "sql", NEW.digest, OLD.digest, 0.2, "sql@2")
+
+
+@pytest.mark.parametrize(("rate", "kind"), [(1.0, "canary_promoted"), (0.3, "canary_rolled_back")])
+def test_a_canary_of_an_adapter_decides_by_itself(rate: float, kind: str) -> None:
+    drill = Drill(WatchedSpecialist("base"))
+    drill.control.start_canary(ADAPTER, "ann")
+    with pytest.raises(Conflict):
+        drill.control.start_canary(ADAPTER, "ann")
+    assert drill.steer("base", adapters=(OLD,), is_pinned=True).adapters is None
+    taken = 0
+    for _ in range(3000):
+        drill.now += 1
+        steered = drill.steer("base", adapters=(OLD,))
+        stack = steered.adapters or (OLD,)
+        taken += stack == (NEW,)
+        assert (steered.canary == "sql@2") == (stack == (NEW,))
+        drill.rates["base"] = rate if stack == (NEW,) else 0.95
+        drill.judge("base", adapters=stack)
+        if not drill.control.canaries.figures():
+            break
+    started, ended = drill.control.changes.take()
+    assert (started.kind, ended.kind, ended.subject) == ("canary_started", kind, "sql@2")
+    assert ended.details["candidate_judged"] == taken
+    assert ended.details["current_judged"] > taken
+    assert drill.steer("base", adapters=(OLD,)).adapters is None
+
+
+def test_a_canary_specialist_takes_over_its_intent_and_gives_it_back() -> None:
+    drill = three(min_judged=5)
+    spec = CanarySpec("specialist", "query", "spare", "sql", 0.3)
+    with pytest.raises(NotFound):
+        drill.control.start_canary(CanarySpec("specialist", "none", "spare", "sql", 0.3), "ann")
+    drill.control.start_canary(spec, "ann")
+    seen = drill.traffic("sql", 2000, intent="query")
+    assert ("canary_promoted", "spare") in drill.audit()
+    assert seen["spare"] > seen["sql"]
+    assert drill.steer("sql", intent="query").specialist == "spare"
+    assert drill.steer("sql", intent="").specialist == "sql"
+    assert drill.steer("sql", intent="query", is_named=True).specialist == "sql"
+    drill.control.canaries.stop("query", "ann")
+    assert drill.steer("sql", intent="query").specialist == "sql"
+    assert drill.audit() == [("canary_undone", "spare")]
+
+
+def test_everything_survives_a_restart() -> None:
+    drill = three()
+    drill.traffic("spare", 50)
+    drill.rates["sql"] = 0.3
+    drill.traffic("sql", 200)
+    drill.control.demote("spare", "ann")
+    drill.control.set_thresholds("query", "ann", spill_below=0.7)
+    drill.control.start_canary(ADAPTER, "ann")
+    other = three()
+    other.now = drill.now
+    other.control.restore_saved(drill.control.saved())
+    assert other.control.saved() == drill.control.saved()
+    assert other.steer("sql").breaker == "shadow_only"
+    assert other.control.thresholds("query").spill_below == 0.7
+    # a specialist that is gone takes nothing with it
+    fewer = Drill(WatchedSpecialist("base"))
+    fewer.control.restore_saved(drill.control.saved())
+    assert fewer.steer("base").specialist == "base"
+
+
+def test_changed_settings_keep_what_is_known() -> None:
+    drill = three()
+    drill.traffic("sql", 100)
+    drill.control.demote("sql", "ann")
+    settings = EnsembleSettings(min_judged=30)
+    new = [WatchedSpecialist("base"), WatchedSpecialist("sql", "", FLOOR, has_checks=True)]
+    drill.control.reconfigure(new, settings, [])
+    assert drill.steer("sql").specialist == "base"
+    assert drill.control.watches["sql"].breaker.window.rate(drill.now).judged == 100
+    assert drill.control.intents() == {}
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["judge", "load", "fail", "demote", "restore", "steer"]),
+            st.sampled_from(["base", "sql", "spare", "nobody"]),
+            st.floats(0, 2),
+        ),
+        max_size=120,
+    )
+)
+def test_a_decision_names_a_specialist_that_may_answer(
+    steps: list[tuple[str, str, float]],
+) -> None:
+    drill = three(breach_s=5, recovery_s=20, spike_s=4)
+    control = drill.control
+    for action, name, amount in steps:
+        drill.now += amount * 10
+        if action == "judge":
+            control.judged(name, (), "query", amount > 1)
+        elif action == "load":
+            control.loaded(name, amount, is_full=amount > 1.8)
+        elif action == "fail":
+            control.replica_failed(name, f"{name}0")
+        elif action in ("demote", "restore"):
+            try:
+                getattr(control, action)(name, "ann")
+            except (Conflict, NotFound):
+                continue
+        else:
+            also = (AlternateSpecialist("spare", 0.4, True),)
+            try:
+                steered = drill.steer(name, intent="query", confidence=amount / 2, alternates=also)
+            except Overloaded:
+                continue
+            assert steered.shadow != steered.specialist
+            if name == "nobody":
+                assert steered == SteeredPlan("nobody", alternates=also, at=steered.at)
+                continue
+            chosen = control.watches[steered.specialist]
+            is_last = steered.specialist == "base"
+            assert is_last or not chosen.is_demoted
+            if steered.specialist != name and not is_last:
+                assert not chosen.is_full
+                if steered.breaker != "closed":
+                    assert chosen.is_known(drill.now)
+            for item in steered.alternates:
+                assert item.viable == (not control.watches[item.specialist].is_demoted)
+    assert control.saved() == control.saved()
+
+
+def test_a_decision_takes_microseconds_and_does_not_depend_on_history() -> None:
+    names = [f"s{number}" for number in range(64)]
+    drill = Drill(*(WatchedSpecialist(name, "s0", FLOOR, has_checks=True) for name in names))
+    plan = drill.plan("s7")
+    for _ in range(3000):
+        drill.now += 1
+        drill.judge("s7")
+
+    def cost_s() -> float:
+        began = time.perf_counter()
+        for number in range(300):
+            drill.control.steer(plan, SteerRequest(f"q{number}", 5))
+        return (time.perf_counter() - began) / 300
+
+    assert min(cost_s() for _ in range(5)) < 200e-6
