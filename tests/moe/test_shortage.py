@@ -8,18 +8,23 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from coterie.core.errors import ConfigError
 from coterie.core.moe import MoeSettings
 from coterie.engine.engine import report_stats
 from coterie.moe.runtime.budget import ExpertSizes, TierNeeds, TierSlots, size_tiers
 from coterie.moe.runtime.setup import TierAllocation
+from coterie.moe.store import disk
 from coterie.moe.store.base import ExpertGeometry
+from coterie.moe.store.disk import StagingBuffers
 from coterie.obs.tables import MOE_SERIES
 from coterie.weights.shortage import MemoryShortage, is_shortage
 from tests.helpers.moe.dispatched_model import PROMPTS, DispatchedModel, Setting
@@ -45,7 +50,8 @@ def loaded_with(share: float, strategy: str) -> dict[str, Any]:
 
 
 def test_persistent_falls_back_to_two_groups_when_memory_is_refused() -> None:
-    told = loaded_with(0.85, "persistent")
+    # two thirds for the slots, a sixth for the staging of four load threads, the rest is spare
+    told = loaded_with(0.95, "persistent")
     assert told["strategy"] == "layer_grouped:2+active_only"
     assert told["asked"] == "persistent"
     assert told["shortages"] == 1
@@ -134,3 +140,31 @@ def test_a_fallback_is_counted() -> None:
     assert stats["moe_fallbacks"] == 1
     assert stats["moe_shortages"] == 0
     assert {"moe_fallbacks", "moe_shortages"} <= set(MOE_SERIES)
+
+
+def test_a_read_without_memory_for_its_staging_waits_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    buffers = StagingBuffers(4096)
+
+    def refused(nbytes: int) -> Tensor:
+        raise NO_ROOM
+
+    monkeypatch.setattr(disk, "aligned_buffer", refused)
+    lent, asks, order = threading.Event(), threading.Event(), []
+
+    def second() -> None:
+        lent.wait()
+        asks.set()
+        with buffers.lent() as buffer:
+            order.append(buffer.numel())
+
+    reader = threading.Thread(target=second)
+    reader.start()
+    with buffers.lent():
+        lent.set()
+        asks.wait()
+        time.sleep(0.05)
+        assert not order
+    reader.join(10)
+    assert order == [4096]

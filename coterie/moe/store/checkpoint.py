@@ -6,7 +6,6 @@ them, all in the calling thread. It keeps no copy.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from coterie.moe.store.base import (
     Key,
     StoreTimings,
 )
-from coterie.moe.store.disk import DiskReader, aligned_buffer, covering_pages
+from coterie.moe.store.disk import DiskReader, StagingBuffers, covering_pages
 from coterie.moe.store.tensors import StoredPart, fit_to_kind, kind_of, locate_parts
 from coterie.weights.files import FileExtent
 from coterie.weights.quantize import DTYPES, DenseWeight, Weight, dense
@@ -61,7 +60,7 @@ class CheckpointStore:
         self.slot_bytes = max(sizes.values(), default=0)
         self.expert_bytes = sum(sizes[layer] for layer, _ in self._pieces)
         self.staging_bytes = max((self.read_bytes(key) for key in self._pieces), default=0)
-        self._thread = threading.local()
+        self._staging = StagingBuffers(self.staging_bytes)
         disk.open(self.files())
 
     @cached_property
@@ -79,11 +78,12 @@ class CheckpointStore:
         return read_bytes(self._expert(key))
 
     def read(self, key: Key, out: Tensor) -> int:
-        plan, staging = self._plan(key), self._staging()
-        for each in plan.ranges:
-            self.disk.read(each.path, each.offset, each.nbytes, staging[each.at :])
-        started = time.perf_counter()
-        plan.pack(staging, out)
+        plan = self._plan(key)
+        with self._staging.lent() as staging:
+            for each in plan.ranges:
+                self.disk.read(each.path, each.offset, each.nbytes, staging[each.at :])
+            started = time.perf_counter()
+            plan.pack(staging, out)
         self.spent.add(pack_s=time.perf_counter() - started)
         return plan.nbytes
 
@@ -121,13 +121,6 @@ class CheckpointStore:
                 )
             kinds = own
         return ExpertLayout(shape.hidden, shape.intermediate, shape.gated, kinds)
-
-    def _staging(self) -> Tensor:
-        """This thread's buffer for raw bytes."""
-        if not hasattr(self._thread, "buffer"):
-            self._thread.buffer = aligned_buffer(self.staging_bytes)
-        buffer: Tensor = self._thread.buffer
-        return buffer
 
 
 # (stored type, kind of the layout) where only the order of bytes differs

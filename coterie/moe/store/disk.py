@@ -12,7 +12,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,39 @@ def covering_pages(offset: int, nbytes: int) -> PageSpan:
 def aligned_buffer(nbytes: int) -> Tensor:
     """uint8 at a page boundary, as direct reads need it; uses no memory until it is written."""
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)
+
+
+class StagingBuffers:
+    """Buffers for raw bytes, one for each read that runs. A read waits for another's buffer where
+    the system gives no memory for one more; the first is allocated at once, so one is always
+    there."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._free = [aligned_buffer(nbytes)]
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def lent(self) -> Iterator[Tensor]:
+        buffer = self._take()
+        try:
+            yield buffer
+        finally:
+            with self._changed:
+                self._free.append(buffer)
+                self._changed.notify()
+
+    def _take(self) -> Tensor:
+        with self._changed:
+            if not self._free:
+                try:
+                    return aligned_buffer(self._nbytes)
+                except OSError as error:
+                    if error.errno != errno.ENOMEM:
+                        raise
+                while not self._free:
+                    self._changed.wait()
+            return self._free.pop()
 
 
 @dataclass(slots=True)

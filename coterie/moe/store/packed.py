@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from coterie.core.errors import ConfigError, WeightsError
 from coterie.kernels.cpu.expert_record import pack_record, rebias, unpack_record, weight_offset
 from coterie.kernels.expert_layout import GROUP, KINDS, ExpertLayout
 from coterie.moe.store.base import ExpertGeometry, ExpertShape, Key, StoreTimings
-from coterie.moe.store.disk import PAGE, DiskReader, aligned_buffer
+from coterie.moe.store.disk import PAGE, DiskReader, StagingBuffers
 from coterie.moe.store.tensors import fit_to_kind
 from coterie.weights.files import read_json
 from coterie.weights.quantize import DTYPES
@@ -45,9 +44,8 @@ class PackedStore:
         self._converts = any(self._layouts[layer] != index.layout(layer) for layer in index.kinds)
         largest = max(index.layout(layer).nbytes for layer in index.kinds)
         self.staging_bytes = largest if self._converts else 0
-        self._staging_bytes = largest
+        self._staging = StagingBuffers(largest)
         self._checked: set[Key] = set()
-        self._thread = threading.local()
         disk.open(self.files())
 
     @property
@@ -66,22 +64,31 @@ class PackedStore:
 
     def read(self, key: Key, out: Tensor) -> int:
         record, stored, served = self._record(key), *self._both(key[0])
-        direct = stored == served and out.data_ptr() % PAGE == 0
-        buffer = out[: record.nbytes] if direct else self._staging()[: record.nbytes]
+        if stored == served and out.data_ptr() % PAGE == 0:
+            self._read_stored(key, record, out[: record.nbytes])
+            return record.nbytes
+        with self._staging.lent() as staging:
+            data = self._read_stored(key, record, staging[: record.nbytes])
+            started = time.perf_counter()
+            if stored == served:
+                out[: record.nbytes].copy_(data)
+            else:
+                parts = unpack_record(stored, data)
+                kinds = {place.name: place.kind for place in served.parts()}
+                fitted = {name: fit_to_kind(part, kinds[name]) for name, part in parts.items()}
+                pack_record(served, fitted, out)
+            self.spent.add(pack_s=time.perf_counter() - started)
+        return record.nbytes
+
+    def _read_stored(self, key: Key, record: RecordLocation, buffer: Tensor) -> Tensor:
+        """A record as the file has it, checked, with the weight offset of this machine."""
         data = self.disk.read(self._file, record.offset, record.nbytes, buffer)
         self._check(key, record, data)
-        started = time.perf_counter()
         if self.index.weight_offset != weight_offset():
-            rebias(stored, data)
-        if stored != served:
-            parts = unpack_record(stored, data)
-            kinds = {place.name: place.kind for place in served.parts()}
-            fitted = {name: fit_to_kind(part, kinds[name]) for name, part in parts.items()}
-            pack_record(served, fitted, out)
-        elif not direct:
-            out[: record.nbytes].copy_(data)
-        self.spent.add(pack_s=time.perf_counter() - started)
-        return record.nbytes
+            started = time.perf_counter()
+            rebias(self.index.layout(key[0]), data)
+            self.spent.add(pack_s=time.perf_counter() - started)
+        return data
 
     def tensors(self) -> frozenset[str]:
         return frozenset()
@@ -113,12 +120,6 @@ class PackedStore:
                 "Export the store again, or replace the expert."
             )
         self._checked.add(key)
-
-    def _staging(self) -> Tensor:
-        if not hasattr(self._thread, "buffer"):
-            self._thread.buffer = aligned_buffer(self._staging_bytes)
-        buffer: Tensor = self._thread.buffer
-        return buffer
 
 
 def open_packed(path: Path, dtype: str = "auto", disk: DiskReader | None = None) -> PackedStore:
