@@ -2,14 +2,17 @@
 
 `BlockPool` counts the owners of each block. `BlockTables` has the blocks of all running sequences
 in one array, as kernels need them. `PrefixCache` finds full blocks by the hash chain of all tokens
-before and in them. `KVSpace` joins the three; the scheduler uses only `KVSpace`.
+before and in them. `KVSpace` joins the three; the scheduler uses only `KVSpace`. Lanes of one block
+size may share the memory of one cache, each with its own blocks and rows (`SharedCache`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +26,11 @@ from coterie.engine.sequence import Sequence
 class BlockPool:
     """A block is free, owned (once or more), or without owner but in the prefix cache."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.owners = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
+    def __init__(self, num_blocks: int, first: int = 0) -> None:
+        """Its blocks have the numbers from `first` on."""
+        self.num_blocks, self._first = num_blocks, first
+        self.owners = [0] * (first + num_blocks)
+        self._free = list(range(first + num_blocks - 1, first - 1, -1))
 
     @property
     def num_free(self) -> int:
@@ -77,7 +81,8 @@ class BlockPool:
         counts = Counter(block for table in tables for block in table)
         free = set(self._free)
         assert len(free) == len(self._free), "a block is in the free list twice"
-        for block, owners in enumerate(self.owners):
+        for block in range(self._first, self._first + self.num_blocks):
+            owners = self.owners[block]
             assert owners == counts[block], f"block {block}: {owners} owners, {counts[block]} known"
             states = (block in free) + (owners > 0) + (block in held)
             assert states == 1, f"block {block} is in {states} states"
@@ -86,9 +91,14 @@ class BlockPool:
 class BlockTables:
     """Row r has the blocks of the running sequence with row r; unused entries are 0."""
 
-    def __init__(self, num_rows: int, width: int) -> None:
-        self.array: NDArray[np.int32] = np.zeros((num_rows, width), dtype=np.int32)
-        self._free = list(range(num_rows - 1, -1, -1))
+    def __init__(self, array: NDArray[np.int32], rows: range) -> None:
+        """`rows` of `array`; the others belong to other lanes."""
+        self.array = array
+        self._free = list(reversed(rows))
+
+    @staticmethod
+    def empty(num_rows: int, width: int) -> BlockTables:
+        return BlockTables(np.zeros((num_rows, width), dtype=np.int32), range(num_rows))
 
     @property
     def num_free(self) -> int:
@@ -269,14 +279,17 @@ class PrefixCache:
 class KVSpace:
     """Allocates, shares, copies and frees the blocks of sequences."""
 
-    def __init__(self, config: LaneConfig) -> None:
+    def __init__(
+        self, config: LaneConfig, tables: BlockTables | None = None, first_block: int = 0
+    ) -> None:
+        """`tables` and `first_block`: the lane's part of a KV cache that several lanes share."""
         config.require_quota()
         self.block_size = config.block_size
-        self.pool = BlockPool(config.num_blocks)
+        self.pool = BlockPool(config.num_blocks, first_block)
         self.cache = PrefixCache(
             self.pool, enabled=config.prefix_cache, max_sessions=config.kv_cache_slots
         )
-        self.tables = BlockTables(config.max_sequences, config.table_width)
+        self.tables = tables or BlockTables.empty(config.max_sequences, config.table_width)
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
         self._prefix_cache = config.prefix_cache
@@ -416,3 +429,46 @@ class KVSpace:
         held = len(sequence.blocks)
         sequence.blocks += blocks
         self.tables.array[sequence.row, held : held + len(blocks)] = blocks
+
+
+class SharedCache(NamedTuple):
+    """A KV cache and block tables for lanes of one block size, each with its own part."""
+
+    lanes: Seq[LaneConfig]
+    tables: BlockTables
+
+    @property
+    def config(self) -> LaneConfig:
+        """That of one lane as large as all of them."""
+        if len(self.lanes) == 1:
+            return self.lanes[0]
+        return replace(
+            self.lanes[0],
+            num_blocks=sum(lane.num_blocks for lane in self.lanes),
+            max_sequences=sum(lane.max_sequences for lane in self.lanes),
+            max_step_tokens=sum(lane.max_step_tokens for lane in self.lanes),
+        )
+
+    def spaces(self) -> Iterator[tuple[LaneConfig, KVSpace]]:
+        row = block = 0
+        for lane in self.lanes:
+            rows = range(row, row + lane.max_sequences)
+            yield lane, KVSpace(lane, BlockTables(self.tables.array, rows), block)
+            row, block = rows.stop, block + lane.num_blocks
+
+
+def plan_caches(lanes: Seq[LaneConfig], *, shared: bool) -> list[SharedCache]:
+    """One KV cache for each lane or, if `shared`, for all lanes with the same block size."""
+    groups: dict[int, list[LaneConfig]] = {}
+    for index, lane in enumerate(lanes):
+        lane.require_quota()
+        groups.setdefault(lane.block_size if shared else index, []).append(lane)
+    return [
+        SharedCache(
+            some,
+            BlockTables.empty(
+                sum(lane.max_sequences for lane in some), max(lane.table_width for lane in some)
+            ),
+        )
+        for some in groups.values()
+    ]

@@ -1,5 +1,8 @@
 """The engine of one replica: several lanes with one model. Each step is schedule, run, commit.
 
+On the CPU a step computes rows of all lanes with the same block size; on a GPU, where steps are
+captured for the KV cache of one lane, the lanes take turns.
+
 With `run_ahead` a step is launched before the tokens of the step before it are read, whenever that
 step is certain without them: the host then works while the device computes. Ends are found one step
 late, and the rows that ended sequences have in the step in flight are dropped. The results are the
@@ -27,12 +30,13 @@ from coterie.core.moe import USAGE_FIELDS, MoeUsage
 from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
 from coterie.engine.active_request import RequestSetup, open_request, refuse, sequence_adapters
 from coterie.engine.adapter_holds import AdapterHolds, AdapterPoolView
+from coterie.engine.blocks import plan_caches
 from coterie.engine.detokenize import TokenPieces
 from coterie.engine.device_steps import LaunchedStep
 from coterie.engine.grammar import GrammarCache
 from coterie.engine.request_tracker import RequestTracker
 from coterie.engine.runner import Runner
-from coterie.engine.scheduler import Scheduler
+from coterie.engine.scheduler import Scheduler, join_plans
 
 if TYPE_CHECKING:
     from coterie.engine.step import StepPlan, StepResult
@@ -127,11 +131,18 @@ class Lane:
         return self.throughput.first_token_s(self.num_pending_tokens(), ahead)
 
 
+class LanePlan(NamedTuple):
+    """The part of a step that belongs to one lane."""
+
+    # its index
+    lane: int
+    plan: StepPlan
+
+
 class StepFlight(NamedTuple):
     """A launched step that is not committed yet."""
 
-    # the index of its lane
-    lane: int
+    parts: Seq[LanePlan]
     launched: LaunchedStep
 
 
@@ -160,13 +171,18 @@ class Engine:
         self._grammars = GrammarCache(tokenizer, self._vocab, sorted(self._eos_ids))
         self._adapters = adapters
         self._holds = None if adapters is None else AdapterHolds(adapters, clock)
-        self._lanes = []
-        for config in lanes:
-            scheduler = Scheduler(config, self._holds, grouped=batching == "grouped")
-            tables = scheduler.space.tables
-            runner = Runner(model, config, tables, adapters is not None, self._grammars.work)
-            self._lanes.append(Lane(config, scheduler, runner))
-        self._lane_named = {lane.config.name: lane for lane in self._lanes}
+        on_cpu, is_grouped = model.device.type == "cpu", batching == "grouped"
+        self._lane_named: dict[str, Lane] = {}
+        for cache in plan_caches(lanes, shared=on_cpu):
+            whole, tables = cache.config, cache.tables
+            runner = Runner(model, whole, tables, adapters is not None, self._grammars.work)
+            for config, space in cache.spaces():
+                scheduler = Scheduler(config, self._holds, space=space, grouped=is_grouped)
+                self._lane_named[config.name] = Lane(config, scheduler, runner)
+        # a whole prompt of a model that walks its experts by groups is one step: others wait
+        walks = model.experts is not None and model.experts.groups("prefill") is not None
+        self._joins_lanes = on_cpu and not is_grouped and not walks
+        self._lanes = [self._lane_named[config.name] for config in lanes]
         self._turns = DeficitRoundRobin(self._lanes, lambda lane: lane.has_work)
         self._runs_ahead = model.device.type == "cuda" if run_ahead is None else run_ahead
         # the step that was launched ahead by the last call of `step`
@@ -182,8 +198,8 @@ class Engine:
 
     def capture(self, progress: Callable[[int, int], None]) -> None:
         """Capture the steps of all lanes now, not when they are first needed."""
-        for lane in self._lanes:
-            lane.runner.capture(progress)
+        for runner in {id(lane.runner): lane.runner for lane in self._lanes}.values():
+            runner.capture(progress)
 
     def add(self, assignment: Assignment) -> Admitted | Rejected:
         """Put a request into its lane's queue, or return why not. Never raises for bad input."""
@@ -233,36 +249,37 @@ class Engine:
         self._tracker.expire(events)
         flight, self._flight = self._flight, None
         if flight is None:
-            index, plan = self._schedule(events)
-            if plan is None:
+            parts = self._schedule(events)
+            if not parts:
                 if not events:
                     self._wait_for_background()
                 return events
+            plan = join_plans([part.plan for part in parts], self._holds)
             self._counts["schedule_s"] += time.perf_counter() - started
             try:
-                flight = StepFlight(index, self._lanes[index].runner.launch(plan))
+                flight = StepFlight(parts, self._lanes[parts[0].lane].runner.launch(plan))
             except Exception as error:
-                self._failed(index, plan, error, events)
+                self._failed(parts, plan, error, events)
                 return events
         if not self._runs_ahead:
             self._land(flight, started, events)
             return events
-        index, problem = flight.lane, None
-        ahead = self._schedule_ahead(flight)
+        problem, ahead = None, self._schedule_ahead(flight)
         if ahead is not None:
             try:
-                launched = self._lanes[index].runner.launch(ahead, flight.launched)
-                self._flight = StepFlight(index, launched)
+                launched = self._lanes[ahead.lane].runner.launch(ahead.plan, flight.launched)
+                self._flight = StepFlight((ahead,), launched)
             except Exception as error:
                 problem = error
         self._land(flight, started, events)
         if ahead is not None and problem is not None:
-            self._failed(index, ahead, problem, events)
+            self._failed((ahead,), ahead.plan, problem, events)
         return events
 
-    def _schedule_ahead(self, flight: StepFlight) -> StepPlan | None:
+    def _schedule_ahead(self, flight: StepFlight) -> LanePlan | None:
         """The plan after a launched one, if it is certain already."""
-        lane = self._lanes[flight.lane]
+        index = flight.parts[0].lane
+        lane = self._lanes[index]
         if any(other.has_work for other in self._lanes if other is not lane):
             return None
         if self._experts is not None and not self._experts.are_settled:
@@ -270,20 +287,20 @@ class Engine:
         started = time.perf_counter()
         plan = lane.scheduler.schedule_ahead(flight.launched.plan, lane.runner.counts_on_device)
         self._counts["schedule_s"] += time.perf_counter() - started
-        return plan
+        return None if plan is None else LanePlan(index, plan)
 
     def _land(self, flight: StepFlight, started: float, events: list[Event]) -> None:
         """Wait for a launched step and commit it. Another one may have been launched after it."""
-        lane, plan = self._lanes[flight.lane], flight.launched.plan
+        parts, plan = flight.parts, flight.launched.plan
         try:
-            result = lane.runner.collect(flight.launched)
+            result = self._lanes[parts[0].lane].runner.collect(flight.launched)
         except Exception as error:
-            self._failed(flight.lane, plan, error, events)
+            self._failed(parts, plan, error, events)
             return
         ran = time.perf_counter()
-        num_ended = lane.scheduler.commit(plan)
+        num_ended = [self._lanes[part.lane].scheduler.commit(part.plan) for part in parts]
         self._tracker.commit(plan, result, events)
-        if num_ended < len(plan.rows):
+        if sum(num_ended) < len(plan.rows):
             self._account(flight, result, (started, ran), num_ended)
         if self._experts is not None:
             # a step in flight reads the experts where they are
@@ -308,8 +325,11 @@ class Engine:
         if self._experts is not None:
             self._experts.update(updates)
 
-    def _failed(self, index: int, plan: StepPlan, error: Exception, events: list[Event]) -> None:
-        self._lanes[index].scheduler.landed(plan)
+    def _failed(
+        self, parts: Seq[LanePlan], plan: StepPlan, error: Exception, events: list[Event]
+    ) -> None:
+        for part in parts:
+            self._lanes[part.lane].scheduler.landed(part.plan)
         fields = {"replica": self._replica}
         if isinstance(error, WeightsError):
             # the message names files, never a prompt
@@ -366,19 +386,29 @@ class Engine:
         for lane in self._lanes:
             lane.scheduler.check()
 
-    def _schedule(self, events: list[Event]) -> tuple[int, StepPlan | None]:
-        for index in self._turns.order():
-            scheduler = self._lanes[index].scheduler
-            others = (lane for lane in self._lanes if lane.scheduler is not scheduler)
-            plan = scheduler.schedule(shared=any(lane.has_work for lane in others))
+    def _schedule(self, events: list[Event]) -> list[LanePlan]:
+        """What the next step computes: of the lane whose turn it is, and of all that share its KV
+        cache."""
+        parts: list[LanePlan] = []
+        num_tokens = 0
+        order = self._turns.order()
+        for index in order:
+            lane = self._lanes[index]
+            if parts and lane.runner is not self._lanes[parts[0].lane].runner:
+                continue
+            scheduler = lane.scheduler
+            plan = scheduler.schedule(shared=len(order) > 1, taken=num_tokens)
             for sequence in scheduler.started:
                 self._tracker.start(sequence, events)
             scheduler.started.clear()
             if scheduler.failed_loads:
                 self._fail_adapters(scheduler, events)
             if plan is not None:
-                return index, plan
-        return 0, None
+                parts.append(LanePlan(index, plan))
+                num_tokens += plan.num_tokens
+                if not self._joins_lanes:
+                    break
+        return parts
 
     def _fail_adapters(self, scheduler: Scheduler, events: list[Event]) -> None:
         failed_loads, scheduler.failed_loads = scheduler.failed_loads, []
@@ -387,18 +417,25 @@ class Engine:
             self._tracker.fail_adapters(sequence, self._holds.failure(sequence.adapter_key), events)
 
     def _account(
-        self, flight: StepFlight, result: StepResult, times: tuple[float, float], num_ended: int
+        self,
+        flight: StepFlight,
+        result: StepResult,
+        times: tuple[float, float],
+        num_ended: list[int],
     ) -> None:
-        """Count a step, without the rows of `num_ended` sequences that ended before it."""
+        """Count a step, without the rows of sequences that ended before it: so many in each
+        part."""
         started, ran = times
         now = time.perf_counter()
-        plan, lane, counts = flight.launched.plan, self._lanes[flight.lane], self._counts
-        self._turns.charge(flight.lane, plan.num_tokens)
-        ended = self._tracker.num_ended.pop(lane.config.name, 0)
-        lane.throughput.record(now - started, plan.num_tokens - num_ended, ended)
+        plan, counts = flight.launched.plan, self._counts
+        for (index, part), ended_rows in zip(flight.parts, num_ended, strict=True):
+            lane = self._lanes[index]
+            self._turns.charge(index, part.num_tokens)
+            ended = self._tracker.num_ended.pop(lane.config.name, 0)
+            lane.throughput.record(now - started, part.num_tokens - ended_rows, ended)
         counts["steps"] += 1
         counts["prefill_tokens"] += plan.num_prefill_tokens
-        counts["generated_tokens"] += len(plan.draws) - num_ended
+        counts["generated_tokens"] += len(plan.draws) - sum(num_ended)
         counts["run_s"] += result.run_s
         counts["sample_s"] += result.sample_s
         counts["commit_s"] += now - ran

@@ -42,11 +42,16 @@ MIN_ARRAY_ROWS = 8
 
 class Scheduler:
     def __init__(
-        self, config: LaneConfig, holds: AdapterHolds | None = None, *, grouped: bool = False
+        self,
+        config: LaneConfig,
+        holds: AdapterHolds | None = None,
+        *,
+        space: KVSpace | None = None,
+        grouped: bool = False,
     ) -> None:
         """`grouped`: each step serves only one stack of adapters; the stacks take turns."""
         self.config = config
-        self.space = KVSpace(config)
+        self.space = space or KVSpace(config)
         self.holds = holds
         # both sorted by rank, best first
         self.waiting: list[Sequence] = []
@@ -147,11 +152,11 @@ class Scheduler:
         self.held.discard(sequence)
         sequence.status = SequenceStatus.ENDED
 
-    def schedule(self, shared: bool = False) -> StepPlan | None:
+    def schedule(self, shared: bool = False, taken: int = 0) -> StepPlan | None:
         """The plan of the next step; None if nothing can be computed. `shared`: sequences of other
-        lanes wait for its end."""
+        lanes wait for its end. `taken`: tokens of other lanes that the step computes already."""
         plan = self._schedule_decoding()
-        return self._schedule_any(shared) if plan is None else plan
+        return self._schedule_any(shared, taken) if plan is None else plan
 
     def _schedule_decoding(self) -> StepPlan | None:
         """The plan, where all that runs decodes one token and nothing else is to decide. The twin
@@ -225,7 +230,7 @@ class Scheduler:
             self._step, rows, copies, rows.sequences, range(count), count, 0, segments, sources
         )
 
-    def _schedule_any(self, shared: bool = False) -> StepPlan | None:
+    def _schedule_any(self, shared: bool = False, taken: int = 0) -> StepPlan | None:
         self._decoding = None
         if self.holds is not None and self.holds.waiting:
             self._preempt_for_closed(self.holds)
@@ -237,6 +242,7 @@ class Scheduler:
         budget = self.config.max_step_tokens - num_decoding
         if self.config.max_mixed_tokens and (num_decoding or shared):
             budget = min(budget, self.config.max_mixed_tokens)
+        budget = max(budget - taken, 0)
         kept, num_scored = self._kept_tokens(key, budget), 0
         rows: list[StepRow] = []
         copies: list[tuple[int, int]] = []
@@ -268,7 +274,7 @@ class Scheduler:
             ):
                 phase = "prefill" if start < sequence.num_prompt or count > 1 else "decode"
                 rows.append(StepRow(sequence, start, count, phase))
-        plan = self._plan(rows, copies) if rows else None
+        plan = make_plan(self._step, rows, copies, self.holds) if rows else None
         # a prompt uses tokens of the step that a waiting sequence may get next time
         self._tried_waiting &= plan is not None and not plan.num_prefill_tokens
         return plan
@@ -300,7 +306,7 @@ class Scheduler:
         else:
             order = np.array(_by_adapters([s.adapter_key for s in rows.sequences]))
             rows, sources = rows.pick(order), sources[order]
-            segments = self._segments(list(rows))
+            segments = _segments(list(rows), self.holds)
         self._ahead = self._decode_plan(rows, copies, sources, segments)
         # the next step without this one ahead depends on the adapters too
         self._decoding = None
@@ -645,36 +651,46 @@ class Scheduler:
         key = self._turns.pick(list(decoding))
         return key, decoding[key]
 
-    def _plan(self, rows: list[StepRow], copies: list[tuple[int, int]]) -> StepPlan:
-        segments = self._segments(rows) if self.holds is not None and self.holds.holders else ()
-        draws: list[Sequence] = []
-        draw_rows: list[int] = []
-        num_tokens = num_prefill = 0
-        for index, (sequence, start, count, phase) in enumerate(rows):
-            num_tokens += count
-            if phase == "prefill":
-                num_prefill += count
-            if start + count == len(sequence.tokens):
-                draws.append(sequence)
-                draw_rows.append(index)
-                if sequence.followers:
-                    draws += sequence.followers
-                    draw_rows += [index] * len(sequence.followers)
-        return StepPlan(
-            self._step, rows, copies, draws, draw_rows, num_tokens, num_prefill, segments
-        )
 
-    def _segments(self, rows: list[StepRow]) -> list[StepSegment]:
-        """Sort rows by adapter stack, rows without one first; otherwise keep the order."""
-        assert self.holds is not None
-        rows.sort(key=lambda row: row.sequence.adapter_key)
-        segments, first = [], 0
-        for key, some in groupby(rows, key=lambda row: row.sequence.adapter_key):
-            last = first + len(list(some))
-            if key:
-                segments.append(StepSegment(first, last, self.holds.stack(key)))
-            first = last
-        return segments
+def make_plan(
+    step: int, rows: list[StepRow], copies: list[tuple[int, int]], holds: AdapterHolds | None
+) -> StepPlan:
+    segments = _segments(rows, holds) if holds is not None and holds.holders else ()
+    draws: list[Sequence] = []
+    draw_rows: list[int] = []
+    num_tokens = num_prefill = 0
+    for index, (sequence, start, count, phase) in enumerate(rows):
+        num_tokens += count
+        if phase == "prefill":
+            num_prefill += count
+        if start + count == len(sequence.tokens):
+            draws.append(sequence)
+            draw_rows.append(index)
+            if sequence.followers:
+                draws += sequence.followers
+                draw_rows += [index] * len(sequence.followers)
+    return StepPlan(step, rows, copies, draws, draw_rows, num_tokens, num_prefill, segments)
+
+
+def join_plans(plans: Seq[StepPlan], holds: AdapterHolds | None) -> StepPlan:
+    """One step for the plans of several lanes that share a KV cache."""
+    if len(plans) == 1:
+        return plans[0]
+    rows = [row for plan in plans for row in plan.rows]
+    copies = [copy for plan in plans for copy in plan.copies]
+    return make_plan(plans[0].step, rows, copies, holds)
+
+
+def _segments(rows: list[StepRow], holds: AdapterHolds) -> list[StepSegment]:
+    """Sort rows by adapter stack, rows without one first; otherwise keep the order."""
+    rows.sort(key=lambda row: row.sequence.adapter_key)
+    segments, first = [], 0
+    for key, some in groupby(rows, key=lambda row: row.sequence.adapter_key):
+        last = first + len(list(some))
+        if key:
+            segments.append(StepSegment(first, last, holds.stack(key)))
+        first = last
+    return segments
 
 
 def _by_adapters(keys: Seq[str]) -> list[int]:

@@ -70,7 +70,7 @@ def test_check_finds_broken_books() -> None:
 
 
 def test_tables_clear_a_released_row() -> None:
-    tables = BlockTables(2, 3)
+    tables = BlockTables.empty(2, 3)
     row = tables.acquire()
     tables.array[row, :2] = [4, 5]
     tables.release(row)

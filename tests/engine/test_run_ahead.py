@@ -58,10 +58,12 @@ class Watch:
             self.ahead += plan.sources is not None
             return launch(runner, plan, before)
 
-        def scheduled(scheduler: Scheduler, shared: bool = False) -> StepPlan | None:
+        def scheduled(
+            scheduler: Scheduler, shared: bool = False, taken: int = 0
+        ) -> StepPlan | None:
             # it admits, preempts and loads adapters
             assert scheduler._ahead is None
-            return schedule(scheduler, shared)
+            return schedule(scheduler, shared, taken)
 
         patch.setattr(Runner, "launch", launched)
         patch.setattr(Scheduler, "schedule", scheduled)

@@ -105,16 +105,33 @@ class Bench:
         finally:
             pool.close()
 
-    def engine(self, pool: AdapterPool, batching: str = "mixed", **lane: Any) -> Engine:
-        config = LaneConfig(name="lane", context=512, block_size=4, **lane)
+    def engine(
+        self,
+        pool: AdapterPool,
+        batching: str = "mixed",
+        lanes: Sequence[str] = ("lane",),
+        **lane: Any,
+    ) -> Engine:
+        configs = [LaneConfig(name=name, context=512, block_size=4, **lane) for name in lanes]
         tokenizer = load_tokenizer(self.path)
-        return Engine(self.model, tokenizer, [config], adapters=pool, batching=batching)
+        return Engine(self.model, tokenizer, configs, adapters=pool, batching=batching)
 
-    def answers(self, engine: Engine, work: Sequence[Question], count: int) -> list[list[int]]:
+    def answers(
+        self,
+        engine: Engine,
+        work: Sequence[Question],
+        count: int,
+        lanes: Sequence[str] = ("lane",),
+    ) -> list[list[int]]:
+        """The requests take turns at the lanes."""
         found: list[list[int]] = [[] for _ in work]
         for number, (ids, parts) in enumerate(work):
             assignment = make_assignment(
-                str(number), ids, max_tokens=count, adapters=self.choices(parts)
+                str(number),
+                ids,
+                max_tokens=count,
+                adapters=self.choices(parts),
+                lane=lanes[number % len(lanes)],
             )
             verdict = engine.add(assignment)
             assert isinstance(verdict, Admitted), verdict
@@ -180,6 +197,18 @@ def test_mixed_batch_equals_peft(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
         found = bench.answers(engine, work, 20)
     assert max(mixed) >= 14 and engine.stats()["preemptions"] > 0
     assert engine.stats()["prefix_hits_tokens"] > 0
+    assert found == bench.expected(work, found)
+
+
+def test_lanes_in_one_step_equal_peft(bench: Bench) -> None:
+    """Four lanes with rows of all stacks; each has little KV of its own."""
+    work = questions(stacks_of(sixteen(bench.path)), 384)
+    names = ("a", "b", "c", "d")
+    with bench.pool(10**7) as pool:
+        make_ready(pool, [bench.choices(parts) for _, parts in work if parts])
+        engine = bench.engine(pool, lanes=names, num_blocks=40, max_sequences=8)
+        found = bench.answers(engine, work, 20, names)
+    assert engine.stats()["preemptions"] > 0
     assert found == bench.expected(work, found)
 
 

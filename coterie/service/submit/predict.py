@@ -1,12 +1,12 @@
 """How long a request will take at a given load: one predictor per specialist, fitted online.
 
-A step of an engine costs a fixed time, some time per row and some per prompt token, and the lanes
-of an engine take turns. So a token of an answer takes `a + b * lanes + c * sequences`, and each
-prompt token that is computed meanwhile adds a constant; the first token takes the same and its own
-prompt. These are linear in what the gateway counts (load.py). The coefficients are fitted to ended
-requests by least squares of the relative error, with forgetting; none is negative. A machine that
-does other work becomes slower as a whole, and faster than that fit follows: the `drift` is the mean
-ratio of measured to fitted time of the latest requests.
+A step of an engine costs a fixed time, some time per row and some per prompt token, and where lanes
+cannot share a step they take turns. So a token of an answer takes `a + b * lanes + c * sequences`,
+and each prompt token that is computed meanwhile adds a constant; the first token takes the same and
+its own prompt. These are linear in what the gateway counts (load.py). The coefficients are fitted
+to ended requests by least squares of the relative error, with forgetting; none is negative. A
+machine that does other work becomes slower as a whole, and faster than that fit follows: the
+`drift` is the mean ratio of measured to fitted time of the latest requests.
 
 The fit gives the expected time. What is promised is that time multiplied by a factor: a high
 quantile of measured over expected, and a margin that grows with each missed deadline and shrinks
