@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -410,28 +411,30 @@ def test_a_spike_against_a_real_server(ensemble_home: Path) -> None:
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + 60
-        while len(audit_of(served, "spike_raised")) < 3:
+        # a pause of the callers may undo a step for a moment
+        while not low_refused:
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        reply = served.post("/v1/chat/completions", body, x_vllm_priority="3")
-        assert reply.status == 429
-        low_refused.append(reply.json["error"])
+            if len(audit_of(served, "spike_raised")) >= 3:
+                reply = served.post("/v1/chat/completions", body, x_vllm_priority="3")
+                if reply.status == 429 and "priority" in reply.json["error"]["message"]:
+                    low_refused.append(reply.json["error"])
     finally:
         stop.set()
         for thread in threads:
             thread.join()
     try:
-        assert "priority" in low_refused[0]["message"]
         deadline = time.monotonic() + 60
-        while len(audit_of(served, "spike_lowered")) < 3:
+        steps: list[str] = []
+        while not steps or steps[-1] != "normal":
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        steps = [
-            entry["details"]["step"] for entry in audit_of(served, "spike_raised", "spike_lowered")
-        ]
-        up, down = steps[:3], steps[-3:]
-        assert up == ["fewer_shadows", "spill", "priority_floor"]
-        assert down == ["spill", "fewer_shadows", "normal"]
+            found = audit_of(served, "spike_raised", "spike_lowered")
+            steps = [entry["details"]["step"] for entry in found]
+        order = ["normal", "fewer_shadows", "spill", "priority_floor"]
+        levels = [0, *(order.index(step) for step in steps)]
+        assert all(abs(b - a) == 1 for a, b in itertools.pairwise(levels)), steps
+        assert max(levels) == 3
         assert served.post("/v1/chat/completions", body, x_vllm_priority="3").status == 200
     finally:
         served.stop()
