@@ -117,7 +117,12 @@ CT_FLAT static void many_rows(const uint8_t* record, const Input& in, int64_t ro
         int m = 0;
         for (; m + AT_ONCE <= rows; m += AT_ONCE)
             add_rows<INT4, AT_ONCE>(weights, in, (row + m) * in.groups + g, out + m * PANEL);
-        for (; m < rows; ++m) add_rows<INT4, 1>(weights, in, (row + m) * in.groups + g, out + m * PANEL);
+        const int64_t at = (row + m) * in.groups + g;
+        switch (rows - m) {  // side by side too: a single sum waits for itself
+            case 3: add_rows<INT4, 3>(weights, in, at, out + m * PANEL); break;
+            case 2: add_rows<INT4, 2>(weights, in, at, out + m * PANEL); break;
+            case 1: add_rows<INT4, 1>(weights, in, at, out + m * PANEL);
+        }
     }
 }
 
