@@ -13,6 +13,7 @@ from coterie.core.config import Config, EngineSettings, SpecialistSettings
 from coterie.core.errors import ConfigError
 from coterie.core.lane import LaneConfig
 from coterie.core.moe import MoeSettings
+from coterie.obs.tracing.tracer import make_tracer
 from coterie.routing.classify.versions import folder_of
 from coterie.service.adapters.admin import AdapterAdmin
 from coterie.service.adapters.catalog import AdapterCatalog
@@ -85,8 +86,11 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
     keeper = EnsembleKeeper(state_dir() / "ensemble.db", state_dir() / "calibration.jsonl")
     ensemble = EnsembleService(fleet, admin, keeper, records.rate)
     responses = ResponseStore(state_dir() / "responses.db", config.responses)
+    tracer = make_tracer(config.tracing)
     return Pipeline(
-        PipelineParts(fleet, admin, records, validators, jobs, config.jobs, ensemble, responses)
+        PipelineParts(
+            fleet, admin, records, validators, jobs, config.jobs, ensemble, responses, tracer
+        )
     )
 
 
