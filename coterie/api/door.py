@@ -24,7 +24,7 @@ from coterie.core.plan import RoutePlan
 from coterie.core.receipt import Receipt, reason_of
 from coterie.obs.log import log
 from coterie.obs.tracing.spans import RequestTrace
-from coterie.obs.tracing.tracer import Tracer
+from coterie.obs.tracing.tracer import RequestTracer
 from coterie.service.quotas import QuotaState
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
@@ -191,7 +191,7 @@ class Door:
         direct: Mapping[str, DirectRoute] | None = None,
         quotas: Callable[[str], Sequence[QuotaState]] | None = None,
         slo: Callable[[str], str] | None = None,
-        tracer: Tracer | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
         """`direct`: the routes of `INFERENCE_PATHS`, called without the framework's routing, which
         takes longer than admission. `quotas`: what is left of a tenant's quotas. `slo`: what a

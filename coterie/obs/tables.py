@@ -286,8 +286,8 @@ PIPELINE_METRICS = (
     ),
     Metric(
         "coterie_trace_spans", "counter",
-        "Spans of traces: `sent`, `dropped` because too many waited, or `lost` because the receiver "
-        "did not take them. Only with `tracing.endpoint`.",
+        "Spans of traces: `sent`, `dropped` because too many waited, or `lost` because the "
+        "receiver did not take them. Only with `tracing.endpoint`.",
         ("result",),
     ),
     Metric("coterie_records_dropped", "counter", "Rows of the log that were lost.", ()),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coterie import __version__
 from coterie.core.config import Config, EngineSettings, SpecialistSettings
 from coterie.core.errors import ConfigError
 from coterie.core.lane import LaneConfig
@@ -86,7 +87,7 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
     keeper = EnsembleKeeper(state_dir() / "ensemble.db", state_dir() / "calibration.jsonl")
     ensemble = EnsembleService(fleet, admin, keeper, records.rate)
     responses = ResponseStore(state_dir() / "responses.db", config.responses)
-    tracer = make_tracer(config.tracing)
+    tracer = make_tracer(config.tracing, __version__)
     return Pipeline(
         PipelineParts(
             fleet, admin, records, validators, jobs, config.jobs, ensemble, responses, tracer

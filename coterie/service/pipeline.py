@@ -40,7 +40,7 @@ from coterie.core.settings import JobSettings
 from coterie.models.grammar.check import GrammarCheck
 from coterie.models.text.tokenizer import is_long
 from coterie.obs.tracing.spans import InferenceTrace
-from coterie.obs.tracing.tracer import Tracer
+from coterie.obs.tracing.tracer import RequestTracer
 from coterie.service.adapters.admin import AdapterAdmin
 from coterie.service.adapters.catalog import AdapterLease
 from coterie.service.adapters.conversation import ConversationPredictor
@@ -82,7 +82,7 @@ class PipelineParts:
     ensemble: EnsembleService
     responses: ResponseStore
     # None = requests are not traced
-    tracer: Tracer | None = None
+    tracer: RequestTracer | None = None
 
 
 @quick_init

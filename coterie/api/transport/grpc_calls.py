@@ -46,7 +46,7 @@ from coterie.core.events import Failed, Finished
 from coterie.core.job import JobQuery
 from coterie.core.receipt import reason_of
 from coterie.obs.log import log
-from coterie.obs.tracing.tracer import Tracer
+from coterie.obs.tracing.tracer import RequestTracer
 from coterie.service.jobs.service import JobService
 from coterie.service.records.log import InferenceRecords
 
@@ -252,7 +252,7 @@ _TRACED = ("Infer", "InferStream")
 
 
 class GrpcDoor:
-    def __init__(self, keys: AccessKeys, tracer: Tracer | None = None) -> None:
+    def __init__(self, keys: AccessKeys, tracer: RequestTracer | None = None) -> None:
         """`tracer`: None without traces."""
         self._keys, self._tracer = keys, tracer
 
@@ -293,7 +293,7 @@ class _CallRecord:
         self.exchange = Exchange(new_id("req_"), OPENAI, time.monotonic())
         self.exchange.status = 200
 
-    def enter(self, keys: AccessKeys, tracer: Tracer | None) -> GrpcCall:
+    def enter(self, keys: AccessKeys, tracer: RequestTracer | None) -> GrpcCall:
         """Check the key. Raises if it is not valid."""
         metadata = [_header(*item[:2]) for item in self._context.invocation_metadata() or ()]
         self.exchange.tenant = keys.tenant(f"/{SERVICE}", metadata)

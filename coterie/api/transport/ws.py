@@ -40,7 +40,7 @@ from coterie.core.errors import (
     Overloaded,
 )
 from coterie.core.receipt import reason_of
-from coterie.obs.tracing.tracer import Tracer
+from coterie.obs.tracing.tracer import RequestTracer
 
 PATH = "/v1/infer/ws"
 # the subprotocol of this server, and the prefix of a subprotocol that carries a key
@@ -58,7 +58,7 @@ class InferSocket:
         origins: OriginCheck,
         idle_timeout_s: float,
         refusals: RefusalReceipts | None = None,
-        tracer: Tracer | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self.service, self.refusals, self.tracer = service, refusals, tracer
         self.body_reader = body_reader
@@ -135,7 +135,7 @@ class SocketHandler:
         tenant: str,
         idle_timeout_s: float,
         refusals: RefusalReceipts | None = None,
-        tracer: Tracer | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
         """`idle_timeout_s`: how long a client without running requests may stay silent.
         `refusals`: makes receipts of requests that cannot be read. `tracer`: None without

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coterie import __version__
 from coterie.core.errors import MissingDependency
 from coterie.obs.log import log
 from coterie.obs.tracing.context import RandomIds
@@ -41,7 +40,9 @@ class TraceReceiver:
 
     url: str
     headers: Mapping[str, str]
-    timeout_s: float = 10.0
+    timeout_s: float
+    # of this program
+    version: str
 
 
 @dataclass(slots=True)
@@ -138,7 +139,7 @@ class SpanExporter:
 
     def _send(self, batch: list[RequestTrace]) -> None:
         spans = [span for trace in batch for span in spans_of(trace, self._ids)]
-        body = export_request(spans, self._resource, __version__)
+        body = export_request(spans, self._resource, self._receiver.version)
         pause_s = PAUSE_S
         for attempt in range(1, MAX_TRIES + 1):
             left_s = self._give_up_at - time.monotonic()
@@ -188,11 +189,14 @@ class SpanExporter:
             import httpx
 
             is_https = self._receiver.url.startswith("https:")
+            agent = f"coterie/{self._receiver.version}"
             # reading the certificates takes long, and http needs none
             self._client = httpx.Client(
-                verify=is_https, trust_env=is_https, follow_redirects=False,
-                headers={"user-agent": f"coterie/{__version__}", "accept-encoding": "identity"},
-            )  # fmt: skip
+                verify=is_https,
+                trust_env=is_https,
+                follow_redirects=False,
+                headers={"user-agent": agent, "accept-encoding": "identity"},
+            )
         return self._client
 
     def _went_down(self, reason: str) -> None:

@@ -85,6 +85,8 @@ class RequestTrace:
     def num_spans(self) -> int:
         """The spans it becomes once it has ended."""
         until = self.ended_at or self.arrived_at
+        if not self.inferences:
+            return 2 if self.error else 1
         return 1 + sum(len(list(i.stages(until))) + len(i.calls) for i in self.inferences)
 
     def ns(self, at: float) -> int:
@@ -233,6 +235,9 @@ def spans_of(trace: RequestTrace, ids: RandomIds) -> Iterator[SpanRecord]:
         # the fault of a caller is none of the server
         is_error=trace.status >= SERVER_FAULT or bool(error and trace.status < 400),
     )  # fmt: skip
+    if error and not trace.inferences:
+        parse = {"coterie.stage": STAGES[0]}
+        yield span(ids.span_id(), STAGES[0], trace.arrived_at, ended_at, parse)
     for item in trace.inferences:
         for stage, start, end in item.stages(ended_at):
             yield span(ids.span_id(), stage, start, end, _stage_attributes(item, stage))

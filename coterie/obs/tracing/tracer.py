@@ -1,6 +1,6 @@
 """Begins the traces of requests, and says by the settings where their spans go.
 
-Without a receiver there is no `Tracer`, and nothing of this runs.
+Without a receiver there is no `RequestTracer`, and nothing of this runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from urllib.parse import unquote, urlsplit
 
-from coterie import __version__
 from coterie.core.errors import ConfigError
 from coterie.core.request import InferenceRequest
 from coterie.core.settings import TracingSettings
@@ -37,17 +36,17 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _current: ContextVar[RequestTrace | None] = ContextVar("coterie_trace", default=None)
 
 
-class Tracer:
+class RequestTracer:
     def __init__(self, settings: TracingSettings, receiver: TraceReceiver) -> None:
         # below it, the last 64 bits of a trace id are traced
         self._bound = int(settings.sample * 2**64)
         resource = {
             "service.name": settings.service_name,
-            "service.version": __version__,
+            "service.version": receiver.version,
             "service.instance.id": secrets.token_hex(8),
             "telemetry.sdk.name": "coterie",
             "telemetry.sdk.language": "python",
-            "telemetry.sdk.version": __version__,
+            "telemetry.sdk.version": receiver.version,
         }
         self._exporter = SpanExporter(receiver, resource, settings.max_queue)
         self._ids = RandomIds()
@@ -93,16 +92,17 @@ class Tracer:
 
 
 def make_tracer(
-    settings: TracingSettings, environment: Mapping[str, str] = os.environ
-) -> Tracer | None:
-    """None without a receiver. Raises ConfigError if it cannot be used."""
+    settings: TracingSettings, version: str, environment: Mapping[str, str] = os.environ
+) -> RequestTracer | None:
+    """None without a receiver. `version`: of this program. Raises ConfigError if the receiver
+    cannot be used."""
     if not settings.endpoint:
         return None
-    return Tracer(settings, receiver_of(settings, environment))
+    return RequestTracer(settings, receiver_of(settings, version, environment))
 
 
 def receiver_of(
-    settings: TracingSettings, environment: Mapping[str, str] = os.environ
+    settings: TracingSettings, version: str = "", environment: Mapping[str, str] = os.environ
 ) -> TraceReceiver:
     """Where spans go. Raises ConfigError; it never shows a header."""
     is_standard = settings.endpoint == FROM_ENVIRONMENT
@@ -134,7 +134,7 @@ def receiver_of(
     elif is_standard:
         names = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
         text = next((found for name in names if (found := environment.get(name))), "")
-    return TraceReceiver(url, _headers(text), settings.timeout_s)
+    return TraceReceiver(url, _headers(text), settings.timeout_s, version)
 
 
 def _headers(text: str) -> dict[str, str]:

@@ -36,7 +36,7 @@ from coterie.service.shadow.calibration import prompt_text
 
 if TYPE_CHECKING:
     from coterie.obs.tracing.spans import InferenceTrace
-    from coterie.obs.tracing.tracer import Tracer
+    from coterie.obs.tracing.tracer import RequestTracer
     from coterie.service.breaker.control import EnsembleControl
     from coterie.service.breaker.steering import SteeredPlan
     from coterie.service.plan import RequestRun
@@ -55,7 +55,7 @@ class ReceiptWriter:
         self,
         records: InferenceRecords,
         config_digest: Callable[[], str] = lambda: "",
-        tracer: Tracer | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self._records, self._config_digest, self._tracer = records, config_digest, tracer
         # digests of settings that are kept
