@@ -147,7 +147,7 @@ def test_spans_carry_the_genai_conventions_and_no_text(
 ) -> None:
     body = chat(SECRET, model="auto", max_tokens=6, ignore_eos=True, seed=7, temperature=0.5)
     reply = post(near, "/v1/chat/completions", body)
-    server, stages = server_and_stages(receiver.spans(trace_of(reply)))
+    server, _ = server_and_stages(receiver.spans(trace_of(reply)))
     usage, attributes = reply.json["usage"], server["attributes"]
     expected = {
         "gen_ai.operation.name": "chat",
@@ -215,7 +215,7 @@ def test_other_transports_and_jobs_are_traced(near: Served, receiver: TraceRecei
             pb.InferRequest.SerializeToString,
             pb.InferenceResult.FromString,
         )
-        metadata = [*headers.items()][:1] + [("traceparent", f"00-{'d' * 32}-{SPAN}-01")]
+        metadata = list((headers | {"traceparent": f"00-{'d' * 32}-{SPAN}-01"}).items())
         assert infer(pb.InferRequest(prompt="hello", max_tokens=4), metadata=metadata).text
     server, stages = server_and_stages(receiver.spans("d" * 32))
     assert server["attributes"]["http.route"] == "/coterie.v1.Inference/Infer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -173,7 +174,7 @@ def test_stages_follow_each_other_and_fill_the_request() -> None:
     assert [span.name for span in stages] == ["parse", "route", "admit", "finish"]
     assert len(stages) + 1 == root.num_spans
     assert stages[0].start_ns == server.start_ns and stages[-1].end_ns == server.end_ns
-    for one, following in zip(stages, stages[1:], strict=False):
+    for one, following in pairwise(stages):
         assert one.end_ns == following.start_ns >= one.start_ns
     assert server.attributes["error.type"] == "overloaded" and not server.is_error
     assert server.attributes["http.response.status_code"] == 429
