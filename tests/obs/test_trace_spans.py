@@ -16,7 +16,7 @@ from coterie.core.request import InferenceRequest, Limits, RouteHints, Sampling,
 from coterie.core.settings import TracingSettings
 from coterie.obs.tracing.context import RandomIds, TraceContext, context_of
 from coterie.obs.tracing.exporter import SpanExporter, TraceReceiver
-from coterie.obs.tracing.otlp import SERVER, SpanRecord, export_request, rejected_spans
+from coterie.obs.tracing.otlp import SERVER, SpanRecord, encoded, export_request, rejected_spans
 from coterie.obs.tracing.spans import InferenceTrace, RequestTrace, spans_of
 from coterie.obs.tracing.tracer import RequestTracer, make_tracer, receiver_of
 from tests.helpers.serving.trace_receiver import attributes_of
@@ -89,7 +89,7 @@ def test_the_official_types_read_what_is_written(
         TRACE, SPAN, "", name, SERVER, start, end, attributes, 1, "a=1", is_error, is_error
     )
     child = span._replace(parent_id="ab" * 8, state="", has_remote_parent=False)
-    raw = export_request([span, child], {"service.name": "s"}, "1.2")
+    raw = export_request([encoded(span), encoded(child)], {"service.name": "s"}, "1.2")
     message = trace_service_pb2.ExportTraceServiceRequest.FromString(raw)
     (resource,) = message.resource_spans
     (scope,) = resource.scope_spans

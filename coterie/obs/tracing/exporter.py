@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from coterie.core.errors import MissingDependency
 from coterie.obs.log import log
 from coterie.obs.tracing.context import RandomIds
-from coterie.obs.tracing.otlp import Attributes, export_request, rejected_spans
+from coterie.obs.tracing.otlp import Attributes, encoded, export_request, rejected_spans
 from coterie.obs.tracing.spans import RequestTrace, spans_of
 
 if TYPE_CHECKING:
@@ -138,7 +138,11 @@ class SpanExporter:
         return batch
 
     def _send(self, batch: list[RequestTrace]) -> None:
-        spans = [span for trace in batch for span in spans_of(trace, self._ids)]
+        spans: list[bytes] = []
+        for trace in batch:
+            spans += [encoded(span) for span in spans_of(trace, self._ids)]
+            # lets the event loop run, which would wait for the interpreter
+            time.sleep(0)
         body = export_request(spans, self._resource, self._receiver.version)
         pause_s = PAUSE_S
         for attempt in range(1, MAX_TRIES + 1):

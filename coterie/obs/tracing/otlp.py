@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 AttributeValue = str | bool | int | float | Sequence[str]
@@ -19,6 +20,7 @@ _STATUS_ERROR = 2
 # Span.flags: whether the parent is known to be in another process, and whether it is
 _KNOWS_PARENT, _REMOTE_PARENT = 0x100, 0x200
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_FIXED = struct.Struct("<Q").pack
 
 
 class SpanRecord(NamedTuple):
@@ -39,10 +41,11 @@ class SpanRecord(NamedTuple):
     is_error: bool = False
 
 
-def export_request(spans: Iterable[SpanRecord], resource: Attributes, version: str) -> bytes:
-    """The body of a request to `/v1/traces`. `version`: of the program that made the spans."""
+def export_request(spans: Iterable[bytes], resource: Attributes, version: str) -> bytes:
+    """The body of a request to `/v1/traces`, of spans that `encoded` has written. `version`: of the
+    program that made them."""
     scope = _text(1, "coterie") + _text(2, version)
-    scoped = _message(1, scope) + b"".join([_message(2, _span(span)) for span in spans])
+    scoped = _message(1, scope) + b"".join([_message(2, span) for span in spans])
     described = _message(1, _attributes(1, resource))
     return _message(1, described + _message(2, scoped))
 
@@ -60,7 +63,7 @@ def rejected_spans(answer: bytes) -> int:
     return 0
 
 
-def _span(span: SpanRecord) -> bytes:
+def encoded(span: SpanRecord) -> bytes:
     parts = [
         _message(1, bytes.fromhex(span.trace_id)),
         _message(2, bytes.fromhex(span.span_id)),
@@ -75,8 +78,8 @@ def _span(span: SpanRecord) -> bytes:
     parts += [
         _text(5, span.name),
         _integer(6, span.kind),
-        _tag(7, _FIXED64) + struct.pack("<Q", span.start_ns),
-        _tag(8, _FIXED64) + struct.pack("<Q", span.end_ns),
+        _tag(7, _FIXED64) + _FIXED(span.start_ns),
+        _tag(8, _FIXED64) + _FIXED(span.end_ns),
         _attributes(9, span.attributes),
     ]
     if span.is_error:
@@ -88,7 +91,7 @@ def _span(span: SpanRecord) -> bytes:
 def _attributes(number: int, attributes: Attributes) -> bytes:
     return b"".join(
         [
-            _message(number, _text(1, name) + _message(2, _value(value)))
+            _message(number, _name(name) + _message(2, _value(value)))
             for name, value in attributes.items()
         ]
     )
@@ -106,6 +109,12 @@ def _value(value: AttributeValue) -> bytes:
     return _message(5, b"".join([_message(1, _text(1, item)) for item in value]))
 
 
+@lru_cache(maxsize=256)
+def _name(name: str) -> bytes:
+    return _text(1, name)
+
+
+@lru_cache(maxsize=256)
 def _tag(number: int, kind: int) -> bytes:
     return _varint(number << 3 | kind)
 
@@ -123,9 +132,12 @@ def _message(number: int, data: bytes) -> bytes:
     return _tag(number, _BYTES) + _varint(len(data)) + data
 
 
+_SMALL = tuple(number.to_bytes() for number in range(0x80))
+
+
 def _varint(value: int) -> bytes:
     if value < 0x80:
-        return value.to_bytes()
+        return _SMALL[value]
     written = bytearray()
     while value > 0x7F:
         written.append(value & 0x7F | 0x80)

@@ -236,7 +236,7 @@ def spans_of(trace: RequestTrace, ids: RandomIds) -> Iterator[SpanRecord]:
         is_error=trace.status >= SERVER_FAULT or bool(error and trace.status < 400),
     )  # fmt: skip
     if error and not trace.inferences:
-        parse = {"coterie.stage": STAGES[0]}
+        parse: _Attributes = {"coterie.stage": STAGES[0]}
         yield span(ids.span_id(), STAGES[0], trace.arrived_at, ended_at, parse)
     for item in trace.inferences:
         for stage, start, end in item.stages(ended_at):
