@@ -1,4 +1,5 @@
-"""Writes the reference pages from the code they describe; `--check` fails if one is out of date."""
+"""Writes the reference pages, and the files for Grafana and Prometheus, from the code that they
+describe; `--check` fails if one is out of date."""
 
 from __future__ import annotations
 
@@ -84,11 +85,25 @@ def metrics_reference() -> str:
     return reference()
 
 
+def dashboard() -> str:
+    from ops_files import dashboard
+
+    return dashboard()
+
+
+def alert_rules() -> str:
+    from ops_files import rules
+
+    return rules()
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/cli.md": cli_reference,
     "docs/config.md": config_reference,
     "docs/metrics.md": metrics_reference,
     "docs/api/openapi.json": openapi,
+    "ops/grafana.json": dashboard,
+    "ops/alerts.yml": alert_rules,
 }
 
 

@@ -125,7 +125,13 @@ def create_app(
     app.state.body_timeout_s = server.body_timeout_s
     origins = OriginCheck(server, keys.callers is not None)
     socket = InferSocket(
-        pipeline, body_reader, keys, origins, server.idle_timeout_s, pipeline.receipts
+        pipeline,
+        body_reader,
+        keys,
+        origins,
+        server.idle_timeout_s,
+        pipeline.receipts,
+        pipeline.tracer,
     )
     app.add_api_websocket_route(ws.PATH, socket.connect)
     app.add_exception_handler(CoterieError, _refused)
@@ -139,6 +145,7 @@ def create_app(
         direct={row.path: row for row in rows if row.path in INFERENCE_PATHS},
         quotas=pipeline.quota_states,
         slo=pipeline.ensemble.slo_header,
+        tracer=pipeline.tracer,
     )
     if server.cors_origins:
         # outside of the door, because a preflight request has no key

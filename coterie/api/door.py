@@ -23,6 +23,8 @@ from coterie.core.errors import CoterieError, InternalError
 from coterie.core.plan import RoutePlan
 from coterie.core.receipt import Receipt, reason_of
 from coterie.obs.log import log
+from coterie.obs.tracing.spans import RequestTrace
+from coterie.obs.tracing.tracer import RequestTracer
 from coterie.service.quotas import QuotaState
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
@@ -108,6 +110,8 @@ class Exchange:
     receipt: Receipt | None = None
     # makes the receipt of a request that is refused before it is planned; None if none is due
     refusals: RefusalReceipts | None = None
+    # None if it is not traced
+    trace: RequestTrace | None = None
 
     def elapsed_ms(self) -> float:
         return (time.monotonic() - self.arrived_at) * 1000
@@ -187,11 +191,12 @@ class Door:
         direct: Mapping[str, DirectRoute] | None = None,
         quotas: Callable[[str], Sequence[QuotaState]] | None = None,
         slo: Callable[[str], str] | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
         """`direct`: the routes of `INFERENCE_PATHS`, called without the framework's routing, which
         takes longer than admission. `quotas`: what is left of a tenant's quotas. `slo`: what a
-        specialist delivers."""
-        self.slo = slo
+        specialist delivers. `tracer`: None without traces."""
+        self.slo, self.tracer = slo, tracer
         self.app = app
         self.refusals = refusals
         self.direct = direct or {}
@@ -230,6 +235,8 @@ class Door:
                 exchange.tenant = self.keys.tenant(scope["path"], scope["headers"])
                 if scope["path"] in INFERENCE_PATHS and scope["method"] == "POST":
                     exchange.refusals = self.refusals
+                    if self.tracer is not None:
+                        exchange.trace = self.tracer.begin(scope["headers"], exchange.arrived_at)
                     route = self.direct.get(scope["path"])
                     if route is not None:
                         scope["route"] = route
@@ -348,6 +355,8 @@ def _plan_headers(exchange: Exchange, scope: Scope) -> list[tuple[bytes, bytes]]
     ]
     if exchange.dialect == errors.ANTHROPIC:
         headers[1] = (b"request-id", request_id)
+    if exchange.trace is not None:
+        headers.append((b"traceparent", exchange.trace.context.traceparent.encode("ascii")))
     values = exchange.headers
     if exchange.receipt is not None:
         with_details = [
@@ -362,11 +371,13 @@ def _plan_headers(exchange: Exchange, scope: Scope) -> list[tuple[bytes, bytes]]
 
 def log_exchange(exchange: Exchange, scope: Scope, method: str) -> None:
     is_refused = 400 <= exchange.status < 500 and exchange.status != CLIENT_CLOSED
+    end_trace(exchange, method, getattr(scope.get("route"), "path", ""))
     log(
         "request",
         # health probes come every second
         level="debug" if scope["path"] in OPEN_PATHS else "info",
         request_id=exchange.request_id,
+        trace_id=trace_id_of(exchange),
         tenant_digest=exchange.tenant,
         method=method,
         route=getattr(scope.get("route"), "path", "unknown"),
@@ -377,3 +388,19 @@ def log_exchange(exchange: Exchange, scope: Scope, method: str) -> None:
         completion_tokens=exchange.completion_tokens,
         duration_ms=round(exchange.elapsed_ms(), 1),
     )
+
+
+def end_trace(exchange: Exchange, method: str, route: str) -> None:
+    """The request has ended: its spans can be sent."""
+    if exchange.trace is not None:
+        # a reason begins with the code of the refusal
+        code = (exchange.reason or "").partition(":")[0]
+        exchange.trace.end(
+            exchange.request_id, method=method, route=route, status=exchange.status, error=code
+        )
+
+
+def trace_id_of(exchange: Exchange) -> str | None:
+    """For the log; None if nothing of the request is sent to a receiver."""
+    trace = exchange.trace
+    return trace.context.trace_id if trace is not None and trace.context.is_sampled else None

@@ -52,6 +52,7 @@ _SETTINGS = {
     "max_queue": "engine.max_queue",
     "max_sequences": "engine.max_sequences",
     "adapter_bytes": "adapters.device_bytes",
+    "otlp_traces_endpoint": "tracing.endpoint",
     "model": "specialists.0.model",
     "name": "specialists.0.name",
     "dtype": "specialists.0.dtype",
@@ -102,6 +103,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=LOG_LEVELS,
         metavar="LEVEL",
         help=f"{', '.join(LOG_LEVELS)} (default: info)",
+    )
+    parser.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="where traces of requests are sent, such as http://localhost:4318 (default: none)",
     )
     _add_adapters(parser)
     add_moe(parser)

@@ -28,6 +28,7 @@ from coterie.core.settings import (
     ResponseSettings,
     RoutingSettings,
     SettingRule,
+    TracingSettings,
     ValidatorSettings,
     allowed,
     checked,
@@ -277,7 +278,7 @@ T = TypeVar("T")
 
 _SERVER, _ENGINE = ServerSettings(), EngineSettings()
 _ROUTING, _JOBS, _ENSEMBLE = RoutingSettings(), JobSettings(), EnsembleSettings()
-_RESPONSES = ResponseSettings()
+_RESPONSES, _TRACING = ResponseSettings(), TracingSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +294,7 @@ class Config:
     ensemble: EnsembleSettings = _ENSEMBLE
     intents: tuple[IntentSettings, ...] = ()
     tenants: tuple[TenantSettings, ...] = ()
+    tracing: TracingSettings = _TRACING
 
 
 _SECTIONS: dict[str, type[Any]] = {
@@ -307,6 +309,7 @@ _SECTIONS: dict[str, type[Any]] = {
     "ensemble": EnsembleSettings,
     "intents": IntentSettings,
     "tenants": TenantSettings,
+    "tracing": TracingSettings,
 }
 # keys that were renamed since earlier versions
 _RENAMED: dict[type[Any], dict[str, str]] = {SpecialistSettings: {"experts": "moe"}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Protocol
 
 from coterie.core.quick_init import quick_init
 from coterie.core.request import Chat, Limits, Prompt, ResponseFormat, Sampling, Text
@@ -117,6 +118,16 @@ class Assignment:
 NO_PROMPT = Text("")
 
 
+class RemoteCallTrace(Protocol):
+    """Notes the calls of another server in the trace of a request, one after the other."""
+
+    def call_began(self, host: str, port: int, model: str) -> Mapping[str, str]:
+        """The headers that the other server gets."""
+
+    def call_ended(self, error: str) -> None:
+        """`error`: empty if the whole answer came."""
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteAssignment(Assignment):
     """What a remote server has to run: the prompt as the caller wrote it. Its tokens are not known
@@ -126,6 +137,8 @@ class RemoteAssignment(Assignment):
     estimated_tokens: int = 0
     # False = max_tokens is an estimate, and the server decides
     is_limited: bool = True
+    # None = the request is not traced
+    trace: RemoteCallTrace | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_prompt_tokens(self) -> int:

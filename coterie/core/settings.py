@@ -211,6 +211,42 @@ class ResponseSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class TracingSettings:
+    """OpenTelemetry traces of requests, sent as OTLP over HTTP."""
+
+    endpoint: str = key(
+        "",
+        "text",
+        "The receiver, such as `http://localhost:4318`; `env` = what the variables "
+        "`OTEL_EXPORTER_OTLP_ENDPOINT` and `OTEL_EXPORTER_OTLP_HEADERS` say; empty = no traces.",
+    )
+    headers_env: str = key(
+        "",
+        "text",
+        "Environment variable with headers for the receiver, `name=value,...`: its API key.",
+    )
+    sample: float = key(
+        1.0,
+        "number",
+        "Share of requests that are traced; one with a `traceparent` is traced if its caller "
+        "traces it.",
+        low=0,
+        high=1,
+    )
+    service_name: str = key("coterie", "name", "How traces name this server.")
+    max_queue: int = key(
+        2048,
+        "integer",
+        "Traced requests that wait to be sent; one more is dropped and counted.",
+        low=1,
+        high=100_000,
+    )
+    timeout_s: float = key(
+        10.0, "number", "Seconds until the receiver has answered.", low=0.1, high=300
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ValidatorSettings:
     """A command of the operator that judges answers: it reads the text on its standard input, exit
     status 0 means valid, and its output is the error message."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from coterie.core.config import Config, SpecialistSettings
@@ -98,10 +98,10 @@ def snapshot_of(
 def digest_of(
     config: Config, names: Sequence[str], adapters: Mapping[str, Sequence[AdapterChoice]]
 ) -> str:
-    """Names the settings that decide who answers and how: all but [server], which may differ
-    between two servers that answer alike."""
-    values = asdict(replace(config, server=type(config.server)()))
-    del values["server"]
+    """Names the settings that decide who answers and how: all but [server] and [tracing], which may
+    differ between two servers that answer alike."""
+    values = asdict(config)
+    del values["server"], values["tracing"]
     values["names"] = list(names)
     values["fixed"] = {name: [asdict(item) for item in stack] for name, stack in adapters.items()}
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -24,7 +24,7 @@ FIELDS = frozenset(
         "dialect", "dtype", "duration_ms", "exit_code", "finish_reason", "first_token_ms", "frames",
         "method", "model", "num_preemptions", "path", "pending", "pid", "port", "prompt_tokens",
         "queue_ms", "reason", "replica", "request_id", "retry_after_s", "route", "signal", "state",
-        "status", "stream", "tenant_digest", "threads", "version", "wait_s",
+        "status", "stream", "tenant_digest", "threads", "trace_id", "version", "wait_s",
     }
 )  # fmt: skip
 

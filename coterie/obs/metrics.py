@@ -131,7 +131,9 @@ def reference() -> str:
     lines = [
         "# Metrics",
         "",
-        "`GET /metrics`, Prometheus text. Counters carry `_total` on the wire.",
+        "`GET /metrics`, Prometheus text. Counters carry `_total` on the wire. "
+        "[ops/grafana.json](../ops/grafana.json) shows all of them, "
+        "[ops/alerts.yml](../ops/alerts.yml) has rules for Prometheus.",
     ]
     lines += ["", "| Name | Kind | Labels | Meaning |", "|---|---|---|---|"]
     for metric in METRICS:

@@ -284,6 +284,12 @@ PIPELINE_METRICS = (
         "coterie_event_loop_blocks", "counter",
         "Times the gateway's event loop did nothing else for over a second.", (),
     ),
+    Metric(
+        "coterie_trace_spans", "counter",
+        "Spans of traces: `sent`, `dropped` because too many waited, or `lost` because the "
+        "receiver did not take them. Only with `tracing.endpoint`.",
+        ("result",),
+    ),
     Metric("coterie_records_dropped", "counter", "Rows of the log that were lost.", ()),
     Metric(
         "coterie_responses_dropped", "counter", "Responses that were answered but not kept.", ()

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coterie import __version__
 from coterie.core.config import Config, EngineSettings, SpecialistSettings
 from coterie.core.errors import ConfigError
 from coterie.core.lane import LaneConfig
 from coterie.core.moe import MoeSettings
+from coterie.obs.tracing.tracer import make_tracer
 from coterie.routing.classify.versions import folder_of
 from coterie.service.adapters.admin import AdapterAdmin
 from coterie.service.adapters.catalog import AdapterCatalog
@@ -85,8 +87,11 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
     keeper = EnsembleKeeper(state_dir() / "ensemble.db", state_dir() / "calibration.jsonl")
     ensemble = EnsembleService(fleet, admin, keeper, records.rate)
     responses = ResponseStore(state_dir() / "responses.db", config.responses)
+    tracer = make_tracer(config.tracing, __version__)
     return Pipeline(
-        PipelineParts(fleet, admin, records, validators, jobs, config.jobs, ensemble, responses)
+        PipelineParts(
+            fleet, admin, records, validators, jobs, config.jobs, ensemble, responses, tracer
+        )
     )
 
 

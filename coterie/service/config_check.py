@@ -16,6 +16,7 @@ from coterie.core.config import Config
 from coterie.core.ensemble import RemoteSettings
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.core.references import reference_faults
+from coterie.obs.tracing.tracer import receiver_of
 from coterie.service.validate.code import GRAMMARS
 from coterie.service.validate.table import NAMED_CHECKS
 from coterie.weights.sources.hub import parse as parse_hub
@@ -76,6 +77,11 @@ def config_faults(config: Config, names: Sequence[str]) -> Iterator[ConfigError]
         text = f"engine.device is {config.engine.device!r}; it must be auto, cpu, cuda or cuda:N"
         yield ConfigError(text, param="engine.device")
     yield from _validator_faults(config)
+    if config.tracing.endpoint:
+        try:
+            receiver_of(config.tracing)
+        except ConfigError as error:
+            yield error
     folder = config.ensemble.router
     if folder and folder != SHIPPED_ROUTER and not Path(folder).expanduser().is_dir():
         text = f"ensemble.router: there is no folder {folder!r}"

@@ -24,7 +24,7 @@ from coterie.core.errors import (
     from_code,
 )
 from coterie.core.events import Delta, Event, Failed, Finished, InferenceMetrics, Started
-from coterie.core.plan import AlternateSpecialist, RoutePlan
+from coterie.core.plan import AlternateSpecialist, RemoteAssignment, RoutePlan
 from coterie.core.quick_init import quick_init
 from coterie.core.request import (
     Chat,
@@ -39,6 +39,8 @@ from coterie.core.sampling import VENDOR_DEFAULTS
 from coterie.core.settings import JobSettings
 from coterie.models.grammar.check import GrammarCheck
 from coterie.models.text.tokenizer import is_long
+from coterie.obs.tracing.spans import InferenceTrace
+from coterie.obs.tracing.tracer import RequestTracer
 from coterie.service.adapters.admin import AdapterAdmin
 from coterie.service.adapters.catalog import AdapterLease
 from coterie.service.adapters.conversation import ConversationPredictor
@@ -79,6 +81,8 @@ class PipelineParts:
     job_settings: JobSettings
     ensemble: EnsembleService
     responses: ResponseStore
+    # None = requests are not traced
+    tracer: RequestTracer | None = None
 
 
 @quick_init
@@ -114,7 +118,8 @@ class Pipeline:
         self._fleet = parts.fleet
         self.registry = parts.fleet.registry
         self.adapters, self.records = parts.adapters, parts.records
-        self.receipts = ReceiptWriter(parts.records, self._config_digest)
+        self.tracer = parts.tracer
+        self.receipts = ReceiptWriter(parts.records, self._config_digest, parts.tracer)
         self.jobs = JobService(self, parts.job_store, parts.job_settings)
         self.responses = parts.responses
         self._validators = parts.validators
@@ -147,6 +152,8 @@ class Pipeline:
         self._fleet.set_rights(rights)
 
     async def start(self) -> None:
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.start)
         await self.records.start()
         try:
             await self._fleet.start()
@@ -180,6 +187,8 @@ class Pipeline:
         await self.records.close()
         await self._validators.close()
         await self._grammars.close()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
 
     def handle(
         self,
@@ -215,9 +224,13 @@ class Pipeline:
             run = self._steered(self._planner.plan(request, vendor, snapshot), vendor, receipt)
         except CoterieError as error:
             receipt.refused(error)
+            if receipt.trace is not None and receipt.trace.owns_root:
+                receipt.trace.root.end(request.id)
             raise
         if request.limits.priority < requested:
             run.plan = with_lowered_priority(run.plan, requested, request.limits.priority)
+        if receipt.trace is not None:
+            receipt.trace.planned()
         lease = self._fleet.catalog.hold(run.plan.adapters)
         return PlannedRequest(run, lease, vendor, receipt)
 
@@ -239,10 +252,12 @@ class Pipeline:
     ) -> AsyncGenerator[Event, None]:
         """The events of the request. `on_plan` is called with a plan that replaces the first one,
         `on_abort` with the metrics of a request that was closed before its end."""
-        plan, ended = planned.plan, on_abort or _ignored
+        plan, ended, trace = planned.plan, on_abort or _ignored, planned.receipt.trace
         if plan.alternates or plan.adapters or planned.run.served.is_remote:
-            return self._with_others(planned, on_plan or _ignored, ended)
-        return self._events(planned, ended)
+            events = self._with_others(planned, on_plan or _ignored, ended)
+        else:
+            events = self._events(planned, ended)
+        return events if trace is None or not trace.owns_root else _traced(events, trace)
 
     async def _with_others(
         self,
@@ -388,6 +403,8 @@ class Pipeline:
                     if run.plan.adapters:
                         self._submitter.preload(run.served, run.plan.adapters)
                     work = await assignment(run, lease.virtual_tokens, self._grammars)
+                    if receipt.trace is not None and isinstance(work, RemoteAssignment):
+                        work = replace(work, trace=receipt.trace)
                     quota.reserve(work.num_prompt_tokens, (run.max_tokens or 0) * run.num_choices)
                     replica, event_queue = await self._submitter.enqueue(
                         run.served,
@@ -528,6 +545,10 @@ class Pipeline:
         registry.value("coterie_gateway_open_streams").set(self._open)
         registry.value("coterie_records_dropped").set(self.records.dropped)
         registry.value("coterie_responses_dropped").set(self.responses.dropped)
+        if self.tracer is not None:
+            counts = self.tracer.counts
+            for result in ("sent", "dropped", "lost"):
+                registry.value("coterie_trace_spans", result).set(getattr(counts, result))
         for status, count in self.jobs.counts().items():
             registry.value("coterie_jobs", status).set(count)
         for verdict, count in self.records.verdicts.items():
@@ -549,6 +570,18 @@ def _reads_alike(run: RequestRun, other: ServedSpecialist) -> bool:
         return False
     thinks = any(item is not None and item.reasoning is not None for item in (mine, theirs))
     return run.request.response_format is None or not thinks
+
+
+async def _traced(
+    events: AsyncGenerator[Event, None], trace: InferenceTrace
+) -> AsyncGenerator[Event, None]:
+    """The events of an inference that is a trace of its own: it ends with them."""
+    try:
+        async with aclosing(events):
+            async for event in events:
+                yield event
+    finally:
+        trace.root.end("" if trace.receipt is None else trace.receipt.request_id)
 
 
 def _ignored(_: object) -> None:

@@ -22,10 +22,12 @@ from coterie.api.door import (
     CLIENT_CLOSED,
     Exchange,
     RefusalReceipts,
+    end_trace,
     log_fault,
     new_id,
     note_receipt,
     refusal_receipt,
+    trace_id_of,
 )
 from coterie.api.errors import OPENAI, encode, public_message, status_of
 from coterie.api.native.feedback import FeedbackBody
@@ -44,6 +46,7 @@ from coterie.core.events import Failed, Finished
 from coterie.core.job import JobQuery
 from coterie.core.receipt import reason_of
 from coterie.obs.log import log
+from coterie.obs.tracing.tracer import RequestTracer
 from coterie.service.jobs.service import JobService
 from coterie.service.records.log import InferenceRecords
 
@@ -244,15 +247,20 @@ class GrpcCall:
         return CallerInfo(self.exchange.tenant, self.exchange.arrived_at, self.session)
 
 
+# calls that are traced: those that answer a prompt
+_TRACED = ("Infer", "InferStream")
+
+
 class GrpcDoor:
-    def __init__(self, keys: AccessKeys) -> None:
-        self._keys = keys
+    def __init__(self, keys: AccessKeys, tracer: RequestTracer | None = None) -> None:
+        """`tracer`: None without traces."""
+        self._keys, self._tracer = keys, tracer
 
     def unary(self, name: str, handle: Unary) -> Any:
         async def wrapped(request: Any, context: Any) -> Any:
             record = _CallRecord(name, context)
             try:
-                return await handle(request, record.enter(self._keys))
+                return await handle(request, record.enter(self._keys, self._tracer))
             except BaseException as error:
                 await record.failed(error)
                 raise
@@ -265,7 +273,9 @@ class GrpcDoor:
         async def wrapped(request: Any, context: Any) -> AsyncIterator[Any]:
             record = _CallRecord(name, context)
             try:
-                async with aclosing(handle(request, record.enter(self._keys))) as messages:
+                async with aclosing(
+                    handle(request, record.enter(self._keys, self._tracer))
+                ) as messages:
                     async for message in messages:
                         yield message
             except BaseException as error:
@@ -283,10 +293,12 @@ class _CallRecord:
         self.exchange = Exchange(new_id("req_"), OPENAI, time.monotonic())
         self.exchange.status = 200
 
-    def enter(self, keys: AccessKeys) -> GrpcCall:
+    def enter(self, keys: AccessKeys, tracer: RequestTracer | None) -> GrpcCall:
         """Check the key. Raises if it is not valid."""
         metadata = [_header(*item[:2]) for item in self._context.invocation_metadata() or ()]
         self.exchange.tenant = keys.tenant(f"/{SERVICE}", metadata)
+        if tracer is not None and self._name in _TRACED:
+            self.exchange.trace = tracer.begin(metadata, self.exchange.arrived_at)
         session = next((value for name, value in metadata if name == b"x-session-id"), b"")
         left_s = self._context.time_remaining()
         if left_s is not None:
@@ -312,9 +324,11 @@ class _CallRecord:
 
     def log(self) -> None:
         exchange = self.exchange
+        end_trace(exchange, "GRPC", f"/{SERVICE}/{self._name}")
         log(
             "request",
             request_id=exchange.request_id,
+            trace_id=trace_id_of(exchange),
             tenant_digest=exchange.tenant,
             method="GRPC",
             route=f"/{SERVICE}/{self._name}",

@@ -71,7 +71,7 @@ class GrpcServer:
         generic = grpc.method_handlers_generic_handler
         self._server.add_generic_rpc_handlers(
             (
-                generic(SERVICE, methods(calls, GrpcDoor(keys))),
+                generic(SERVICE, methods(calls, GrpcDoor(keys, pipeline.tracer))),
                 generic(NAME, health.methods()),
             )
         )

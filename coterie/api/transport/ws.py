@@ -40,6 +40,7 @@ from coterie.core.errors import (
     Overloaded,
 )
 from coterie.core.receipt import reason_of
+from coterie.obs.tracing.tracer import RequestTracer
 
 PATH = "/v1/infer/ws"
 # the subprotocol of this server, and the prefix of a subprotocol that carries a key
@@ -57,8 +58,9 @@ class InferSocket:
         origins: OriginCheck,
         idle_timeout_s: float,
         refusals: RefusalReceipts | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
-        self.service, self.refusals = service, refusals
+        self.service, self.refusals, self.tracer = service, refusals, tracer
         self.body_reader = body_reader
         self.keys = keys
         self.origins = origins
@@ -87,6 +89,7 @@ class InferSocket:
                 exchange.tenant,
                 self.idle_timeout_s,
                 self.refusals,
+                self.tracer,
             )
             await handler.run()
         finally:
@@ -132,10 +135,12 @@ class SocketHandler:
         tenant: str,
         idle_timeout_s: float,
         refusals: RefusalReceipts | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
         """`idle_timeout_s`: how long a client without running requests may stay silent.
-        `refusals`: makes receipts of requests that cannot be read."""
-        self._refusals = refusals
+        `refusals`: makes receipts of requests that cannot be read. `tracer`: None without
+        traces."""
+        self._refusals, self._tracer = refusals, tracer
         self._websocket, self._idle_timeout_s = websocket, idle_timeout_s
         self._service, self._body_reader, self._tenant = service, body_reader, tenant
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -178,11 +183,14 @@ class SocketHandler:
         """Handle one message: a request body, or `{"cancel": job_id}`."""
         exchange, tag = Exchange(new_id("req_"), OPENAI, time.monotonic(), self._tenant), None
         exchange.refusals = self._refusals
+        if self._tracer is not None:
+            headers = self._websocket.scope["headers"]
+            exchange.trace = self._tracer.begin(headers, exchange.arrived_at)
         try:
             payload = await aside(len(raw), decode, raw)
             if isinstance(payload, dict):
                 if "cancel" in payload:
-                    exchange.refusals = None
+                    exchange.refusals = exchange.trace = None
                     self._cancel(payload)
                     return
                 tag = _tag(payload)

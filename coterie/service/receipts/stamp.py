@@ -35,6 +35,8 @@ from coterie.service.receipts.store import receipt_row
 from coterie.service.shadow.calibration import prompt_text
 
 if TYPE_CHECKING:
+    from coterie.obs.tracing.spans import InferenceTrace
+    from coterie.obs.tracing.tracer import RequestTracer
     from coterie.service.breaker.control import EnsembleControl
     from coterie.service.breaker.steering import SteeredPlan
     from coterie.service.plan import RequestRun
@@ -47,18 +49,22 @@ MAX_REASONS, MAX_MODEL = 16, 128
 
 
 class ReceiptWriter:
-    """`config_digest`: names the settings that are used now."""
+    """`config_digest`: names the settings that are used now. `tracer`: None without traces."""
 
     def __init__(
-        self, records: InferenceRecords, config_digest: Callable[[], str] = lambda: ""
+        self,
+        records: InferenceRecords,
+        config_digest: Callable[[], str] = lambda: "",
+        tracer: RequestTracer | None = None,
     ) -> None:
-        self._records, self._config_digest = records, config_digest
+        self._records, self._config_digest, self._tracer = records, config_digest, tracer
         # digests of settings that are kept
         self._contexts: set[str] = set()
 
     def begin(self, request: InferenceRequest, on_receipt: OnReceipt | None = None) -> OpenReceipt:
         """`on_receipt` gets the receipt each time it changes, for headers."""
-        return OpenReceipt(self, request, on_receipt)
+        trace = None if self._tracer is None else self._tracer.inference(request)
+        return OpenReceipt(self, request, on_receipt, trace)
 
     def refusal(
         self, request_id: str, tenant: str, model: str, arrived_at: float, error: CoterieError
@@ -110,14 +116,20 @@ class ReceiptWriter:
 
 
 class OpenReceipt:
-    """The receipt of one request while it is planned, admitted and run."""
+    """The receipt of one request while it is planned, admitted and run; its trace notes the same
+    moments."""
 
-    __slots__ = ("_decision", "_on_receipt", "_request", "_writer", "receipt")
+    __slots__ = ("_decision", "_on_receipt", "_request", "_writer", "receipt", "trace")
 
     def __init__(
-        self, writer: ReceiptWriter, request: InferenceRequest, on_receipt: OnReceipt | None
+        self,
+        writer: ReceiptWriter,
+        request: InferenceRequest,
+        on_receipt: OnReceipt | None,
+        trace: InferenceTrace | None = None,
     ) -> None:
         self._writer, self._request, self._on_receipt = writer, request, on_receipt
+        self.trace = trace
         # None until the request is planned
         self._decision: DecisionRecord | None = None
         # None until the request is admitted or refused
@@ -158,6 +170,8 @@ class OpenReceipt:
         receipt = self._made(run, replica, admission, OPEN)
         self._writer.keep(receipt, None if decision is None else encoded(decision), prompt)
         self._tell(receipt)
+        if self.trace is not None:
+            self.trace.admitted()
 
     def refused(self, error: CoterieError, run: RequestRun | None = None) -> None:
         """`run` is None if no one could be chosen to answer."""
@@ -168,6 +182,8 @@ class OpenReceipt:
                 request.id, request.tenant, model, request.arrived_at, error
             )
             self._tell(receipt)
+            if self.trace is not None:
+                self.trace.refused(error.code, receipt)
             return
         made = self._made(run, "", "refused", error.code)
         plan = replace(made.plan, reasons=(*made.plan.reasons, reason_of(error)))
@@ -176,6 +192,8 @@ class OpenReceipt:
             route_ms=_ms(run.router_s), grammar_ms=_ms(run.grammar_s), total_ms=total_ms
         )
         self._change(replace(made, plan=plan, timings=timings, slowest=slowest(timings)))
+        if self.trace is not None:
+            self.trace.refused(error.code, self.receipt)
 
     def finished(self, run: RequestRun, end: Finished) -> Finished:
         """Complete it; returns `end` with its receipt."""
@@ -197,6 +215,8 @@ class OpenReceipt:
         )
         valid = None if validation is None else validation.valid
         receipt = self._completed(run, metrics, timings, metrics.finish_reason, valid)
+        if self.trace is not None:
+            self.trace.finished(end, receipt)
         return Finished(
             end.request_id,
             end.choices,
@@ -226,7 +246,10 @@ class OpenReceipt:
             decode_ms=max(metrics.total_latency_ms - first_ms, 0.0) if first_ms else 0.0,
             total_ms=metrics.total_latency_ms,
         )
-        self._completed(run, metrics, timings, metrics.error or metrics.finish_reason, None)
+        outcome = metrics.error or metrics.finish_reason
+        receipt = self._completed(run, metrics, timings, outcome, None)
+        if self.trace is not None:
+            self.trace.cut_off(metrics, receipt)
 
     def _completed(
         self,

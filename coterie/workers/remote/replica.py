@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -273,7 +273,8 @@ class RemoteReplica:
         self, entry: _OpenRequest, reader: AnswerReader, path: str, body: dict[str, Any]
     ) -> None:
         async with (
-            self._server.answer(path, body) as answer,
+            self._traced(entry, str(body.get("model", ""))) as headers,
+            self._server.answer(path, body, headers) as answer,
             aclosing(answer.chunks()) as chunks,
         ):
             async for chunk in chunks:
@@ -281,6 +282,27 @@ class RemoteReplica:
                     reader.take(chunk)
                 else:
                     self._completed(entry, reader)
+
+    @asynccontextmanager
+    async def _traced(
+        self, entry: _OpenRequest, model: str
+    ) -> AsyncIterator[Mapping[str, str] | None]:
+        """The headers that carry the trace of the request, if it has one; notes how the call
+        ended."""
+        trace = entry.assignment.trace
+        if trace is None:
+            yield None
+            return
+        error = ""
+        try:
+            yield trace.call_began(self._server.host, self._server.port, model)
+        except BaseException as failure:
+            error = type(failure).__name__
+            if isinstance(failure, (RemoteFailure, CoterieError)):
+                error = failure.code
+            raise
+        finally:
+            trace.call_ended(error)
 
     def _completed(self, entry: _OpenRequest, reader: AnswerReader) -> None:
         if not reader.has_ended:

@@ -9,10 +9,11 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -41,6 +42,9 @@ class RemoteServer:
     def __init__(self, name: str, settings: RemoteSettings) -> None:
         self.name, self._settings = name, settings
         self._base = settings.url.rstrip("/")
+        parts = urlsplit(self._base)
+        self.host = parts.hostname or ""
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.key = ""
         self._client: httpx.AsyncClient | None = None
         # requests that were sent a second time because an idle connection had been closed
@@ -81,15 +85,18 @@ class RemoteServer:
             raise refused(status, headers, raw, self.name, self.key)
 
     @asynccontextmanager
-    async def answer(self, path: str, body: dict[str, Any]) -> AsyncIterator[RemoteAnswer]:
-        """The answer to a request, once its status is 200. Leaving the block closes it."""
+    async def answer(
+        self, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[RemoteAnswer]:
+        """The answer to a request, once its status is 200. Leaving the block closes it.
+        `headers`: those of a trace."""
         import httpx
 
         try:
             content = msgspec.json.encode(body)
         except (TypeError, ValueError, RecursionError):
             raise InvalidRequest("the request holds a text that cannot be sent") from None
-        response = await self._sent(path, content)
+        response = await self._sent(path, content, headers or {})
         try:
             if response.status_code != 200:
                 raw = await _limited(response, MAX_FAULT_BYTES)
@@ -104,14 +111,14 @@ class RemoteServer:
         finally:
             await response.aclose()
 
-    async def _sent(self, path: str, content: bytes) -> httpx.Response:
+    async def _sent(self, path: str, content: bytes, headers: Mapping[str, str]) -> httpx.Response:
         """The response with its headers. A connection that was closed while it was idle is noticed
         only now: then the request is sent again, once."""
         import httpx
 
         client, last = self._opened(), False
         request = client.build_request(
-            "POST", self._base + path, content=content, headers=self._headers()
+            "POST", self._base + path, content=content, headers={**headers, **self._headers()}
         )
         while True:
             try:
