@@ -157,6 +157,54 @@ class OpenAIModel(BaseModel):
     max_model_len: int
 
 
+class EncoderUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingItem(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    # base64: little-endian float32
+    embedding: list[float] | str
+
+
+class EmbeddingList(BaseModel):
+    object: Literal["list"]
+    data: list[EmbeddingItem]
+    model: str
+    usage: EncoderUsage
+
+
+class RankedDocument(BaseModel):
+    index: int
+    relevance_score: float
+    document: dict[str, Any] | None = None
+
+
+class RerankAnswer(BaseModel):
+    id: str
+    object: Literal["list"]
+    model: str
+    results: list[RankedDocument]
+    usage: EncoderUsage
+
+
+class PairScore(BaseModel):
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoreList(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: EncoderUsage
+
+
 class ModelList(BaseModel):
     object: Literal["list"]
     data: list[OpenAIModel]

@@ -31,6 +31,7 @@ from coterie.api.door import (
     exchange_of,
     shown_path,
 )
+from coterie.api.embeddings.endpoints import EmbeddingEndpoints
 from coterie.api.native.feedback import FeedbackEndpoints
 from coterie.api.native.infer import InferEndpoints
 from coterie.api.native.infer_body import InferBodyReader
@@ -179,6 +180,7 @@ def _endpoints(
         ReceiptEndpoints(pipeline.records),
         EnsembleEndpoints(pipeline.ensemble, limit),
         ResponsesDialect(pipeline, pipeline.responses, pipeline.jobs, limit),
+        EmbeddingEndpoints(pipeline, limit),
     )
 
 

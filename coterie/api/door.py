@@ -53,7 +53,7 @@ MAX_PATH, MAX_REASONS = 128, 1024
 # routes whose errors are always in OpenAI's format, independent of the headers
 _OPENAI_PATHS = (
     "/v1/chat/completions", "/v1/chat", "/v1/completions", "/v1/responses", "/v1/infer", "/v1/jobs",
-    "/v1/experts",
+    "/v1/experts", "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score",
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ The endpoints read and check bodies themselves, because the size limit must appl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -32,6 +32,8 @@ from coterie.api.admin.experts import (
 )
 from coterie.api.anthropic.endpoints import AnthropicDialect
 from coterie.api.anthropic.types import CountBody, MessagesBody
+from coterie.api.embeddings.endpoints import EmbeddingEndpoints
+from coterie.api.embeddings.types import EmbeddingBody, RerankBody, ScoreBody
 from coterie.api.native.feedback import FeedbackBody, FeedbackEndpoints, InferenceQuery
 from coterie.api.native.infer import InferEndpoints
 from coterie.api.native.infer_body import InferBody
@@ -104,6 +106,7 @@ class EndpointSet:
     receipts: ReceiptEndpoints
     ensemble: EnsembleEndpoints
     responses: ResponsesDialect
+    embeddings: EmbeddingEndpoints
 
 
 def routes(ends: EndpointSet) -> Sequence[RouteRow]:
@@ -112,6 +115,7 @@ def routes(ends: EndpointSet) -> Sequence[RouteRow]:
         *_job_routes(ends.jobs),
         *_vendor_routes(ends),
         *_response_routes(ends.responses),
+        *_encoder_routes(ends.embeddings),
         *_native_routes(ends.native),
         *_expert_routes(ends.experts),
         *_ensemble_routes(ends.ensemble),
@@ -209,6 +213,23 @@ def _response_routes(ends: ResponsesDialect) -> Sequence[RouteRow]:
             _GET, one + "/input_items", ends.list_input_items, "openai", listed, query=ItemQuery
         ),
     )  # fmt: skip
+
+
+def _encoder_routes(ends: EmbeddingEndpoints) -> Sequence[RouteRow]:
+    answers = vendor_answers
+    embedded = RouteReplies((answers.EmbeddingList,), _OPENAI)
+    ranked = RouteReplies((answers.RerankAnswer,), _OPENAI)
+    scored = RouteReplies((answers.ScoreList,), _OPENAI)
+    deadline = {"x-deadline-ms": _STEERING["x-deadline-ms"]}
+    rows = [
+        RouteRow(_POST, "/v1/embeddings", ends.embeddings, "openai", embedded, EmbeddingBody),
+        RouteRow(_POST, "/v1/rerank", ends.rerank, "openai", ranked, RerankBody),
+        RouteRow(_POST, "/v1/score", ends.score, "openai", scored, ScoreBody),
+    ]
+    # the paths of Jina's, Cohere's and vLLM's clients
+    others = [("/rerank", rows[1]), ("/v2/rerank", rows[1]), ("/score", rows[2])]
+    rows += [replace(row, path=path, documented=False) for path, row in others]
+    return tuple(replace(row, headers=deadline) for row in rows)
 
 
 def _native_routes(native: NativeEndpoints) -> Sequence[RouteRow]:
@@ -332,6 +353,7 @@ def described() -> Sequence[RouteRow]:
             ReceiptEndpoints(_NOBODY),
             EnsembleEndpoints(_NOBODY, 0),
             ResponsesDialect(_NOBODY, _NOBODY, _NOBODY, 0),
+            EmbeddingEndpoints(_NOBODY, 0),
         )
     )
 

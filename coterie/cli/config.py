@@ -197,7 +197,9 @@ def _shown(digest: str, settings: dict[str, Any], names: Sequence[str]) -> str:
             continue
         for index, table in enumerate(value):
             named = f"  # {names[index]}" if section == "specialists" else ""
-            lines += ["", f"[[{section}]]{named}", *_table(table, section)]
+            # encoders are specialists in the file
+            title = "specialists" if section == "encoders" else section
+            lines += ["", f"[[{title}]]{named}", *_table(table, title)]
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ import argparse
 from coterie.cli.options import fetch
 from coterie.cli.terminal import nbytes, table
 from coterie.core.config import load
+from coterie.core.encoders import STATIC
 
 HELP = "fetch a model, or list those that are here"
 EPILOG = """\
@@ -29,7 +30,9 @@ def execute(args: argparse.Namespace) -> int:
         return _list()
     models = [args.model]
     if args.config is not None:
-        local = [item for item in load(args.config).specialists if not item.remote.url]
+        config = load(args.config)
+        local = [item for item in config.specialists if not item.remote.url]
+        local += [item for item in config.encoders if item.model != STATIC]
         models = list(dict.fromkeys(item.model or None for item in local))
     for model in models:
         print(fetch(model))

@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from coterie.api.auth import check_exposure, load_keys
@@ -14,7 +15,8 @@ from coterie.cli.machine import is_installed
 from coterie.cli.options import add_capture, add_model, add_moe, count, fetch, moe_options, size
 from coterie.cli.specialist import index_of
 from coterie.core import spawn
-from coterie.core.config import LOG_LEVELS, Config, ServerSettings, load
+from coterie.core.config import LOG_LEVELS, Config, ServerSettings, SpecialistSettings, load
+from coterie.core.encoders import ENCODER, STATIC
 from coterie.core.errors import ConfigError, MissingDependency
 
 HELP = "serve models over HTTP: OpenAI, Anthropic and native APIs"
@@ -24,6 +26,7 @@ examples:
   coterie serve ./my-model --dtype int8 --port 9000
   coterie serve --host 0.0.0.0 --api-key-file keys.txt
   coterie serve --admin-key-file admins.txt  install experts over HTTP
+  coterie serve --encoder static             with embeddings, by a shipped table
   coterie serve --config coterie.toml        docs/config.md lists every key
 
 Ctrl-C lets running requests end; a second Ctrl-C stops at once.
@@ -87,6 +90,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grpc-port", type=port, metavar="PORT", help="gRPC too; 0 = any free port (default: none)"
+    )
+    parser.add_argument(
+        "--encoder",
+        action="append",
+        metavar="MODEL",
+        help="embeddings too: a directory, pypi:, hf:, or `static`, the shipped table",
     )
     parser.add_argument("--name", help="the model's name for clients (default: from its file)")
     parser.add_argument("--replicas", type=count, metavar="N", help="worker processes (default: 1)")
@@ -181,7 +190,9 @@ def settings(args: argparse.Namespace) -> Config:
     }
     for name, value in moe_options(args).items():
         overrides[f"specialists.{place}.moe.{name}"] = value
-    return load(args.config, overrides)
+    config = load(args.config, overrides)
+    added = tuple(SpecialistSettings(ENCODER, model=model) for model in args.encoder or ())
+    return replace(config, encoders=config.encoders + added) if added else config
 
 
 def _place(args: argparse.Namespace) -> int:
@@ -211,6 +222,9 @@ def execute(args: argparse.Namespace) -> int:
     for specialist in config.specialists:
         if not specialist.remote.url:
             fetch(specialist.model or None)
+    for encoder in config.encoders:
+        if encoder.model != STATIC:
+            fetch(encoder.model)
     from coterie.obs.log import configure as configure_log
 
     configure_log(config.server.log_level)

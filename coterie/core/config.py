@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from coterie.core.adapters import DEFAULTS, AdapterSettings
+from coterie.core.encoders import ENCODER, GENERATOR, KINDS, EncoderSettings
 from coterie.core.ensemble import (
     EnsembleSettings,
     IntentSettings,
@@ -221,14 +222,20 @@ class EngineSettings:
     )
 
 
-_SLO, _REMOTE = SloSettings(), RemoteSettings()
+_SLO, _REMOTE, _ENCODER = SloSettings(), RemoteSettings(), EncoderSettings()
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialistSettings:
     """One model, or a base model with adapters of its own, that can be asked for by name. The first
-    one is the default."""
+    one that is no encoder is the default."""
 
+    kind: str = key(
+        GENERATOR,
+        "text",
+        "`generator` writes text; `encoder` makes embeddings and scores, see docs/models.md.",
+        among=KINDS,
+    )
     name: str = key("", "text", "The name clients send as `model`; empty = from the model's file.")
     model: str = key(
         "", "text", "`pypi:`, `hf:` or a path; empty = the default model of this release."
@@ -271,6 +278,10 @@ class SpecialistSettings:
     remote: RemoteSettings = field(
         default=_REMOTE, metadata=inner_table("A server elsewhere that answers.", RemoteSettings)
     )
+    encoder: EncoderSettings = field(
+        default=_ENCODER,
+        metadata=inner_table("Limits and form of an encoder.", EncoderSettings),
+    )
 
 
 T = TypeVar("T")
@@ -289,7 +300,10 @@ class Config:
     routing: RoutingSettings = _ROUTING
     jobs: JobSettings = _JOBS
     responses: ResponseSettings = _RESPONSES
+    # those that write text
     specialists: tuple[SpecialistSettings, ...] = (SpecialistSettings(),)
+    # the [[specialists]] of kind `encoder`
+    encoders: tuple[SpecialistSettings, ...] = ()
     validators: tuple[ValidatorSettings, ...] = ()
     ensemble: EnsembleSettings = _ENSEMBLE
     intents: tuple[IntentSettings, ...] = ()
@@ -323,6 +337,7 @@ def load(path: Path | str | None = None, overrides: Mapping[str, Any] | None = N
     Overrides use dotted keys, `server.port` or `specialists.0.dtype`; a None value is "not given".
     """
     tree = _read(Path(path)) if path is not None else {}
+    _order_specialists(tree)
     for name, value in (overrides or {}).items():
         if value is not None:
             _override(tree, name, value)
@@ -336,9 +351,21 @@ def load(path: Path | str | None = None, overrides: Mapping[str, Any] | None = N
         else _section(kind, tree.get(name, {}), name)
         for name, kind in _SECTIONS.items()
     }
-    config = Config(**sections)
+    every: tuple[SpecialistSettings, ...] = sections.pop("specialists")
+    config = Config(
+        **sections,
+        specialists=tuple(item for item in every if item.kind != ENCODER),
+        encoders=tuple(item for item in every if item.kind == ENCODER),
+    )
     _check_together(config)
     return config
+
+
+def _order_specialists(tree: dict[str, Any]) -> None:
+    """Encoders last, so that the numbers of the others are those of `Config.specialists`."""
+    listed = tree.get("specialists")
+    if isinstance(listed, list) and all(isinstance(table, dict) for table in listed):
+        listed.sort(key=lambda table: table.get("kind") == ENCODER)
 
 
 def file_faults(path: Path) -> list[ConfigError]:
@@ -444,7 +471,12 @@ def _rules(kind: type[Any]) -> dict[str, SettingRule]:
 
 
 def _check_together(config: Config) -> None:
-    names = [item.name for item in config.specialists if item.name]
+    if not config.specialists:
+        raise ConfigError(
+            "there must be at least one [[specialists]] table that is no encoder",
+            param="specialists",
+        )
+    names = [item.name for item in (*config.specialists, *config.encoders) if item.name]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two specialists are named {name!r}", param="specialists")

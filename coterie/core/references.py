@@ -8,19 +8,26 @@ from collections.abc import Collection, Iterator, Sequence
 from urllib.parse import urlsplit
 
 from coterie.core.config import Config, SpecialistSettings
+from coterie.core.encoders import ENCODER, STATIC, EncoderSettings
 from coterie.core.ensemble import RemoteSettings
 from coterie.core.errors import ConfigError
 
+# keys of a specialist that mean nothing for an encoder
+_NOT_OF_ENCODERS = (
+    "block_size", "replicas", "weight", "adapters", "intents", "checks", "fallback", "moe", "slo",
+    "remote",
+)  # fmt: skip
+_ENCODER_DTYPES = ("auto", "fp32", "bf16")
 # keys without a tenant are tenants of their own, named by a digest
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 def reference_faults(
-    config: Config, names: Sequence[str], checks: Collection[str]
+    config: Config, names: Sequence[str], checks: Collection[str], encoders: Sequence[str] = ()
 ) -> Iterator[ConfigError]:
     """Every fault. `names`: the served names of the specialists, in their order; `checks`: the
-    built-in validators that a specialist may name."""
-    yield from _double_names(config, names)
+    built-in validators that a specialist may name; `encoders`: the names of the encoders."""
+    yield from _double_names(config, [*names, *encoders])
     intents = [item.name for item in config.intents]
     known_checks = [*checks, *(item.name for item in config.validators)]
     for index, settings in enumerate(config.specialists):
@@ -30,10 +37,15 @@ def reference_faults(
         if settings.fallback:
             yield from _unknown([settings.fallback], names, f"{where}.fallback", "a specialist")
         yield from _remote_faults(settings, where)
+        if settings.encoder != EncoderSettings():
+            param = f"{where}.encoder"
+            text = f'{param}: only for a specialist with kind = "{ENCODER}"'
+            yield ConfigError(text, param=param)
+    yield from _encoder_faults(config, encoders)
     yield from _circles(dict(zip(names, config.specialists, strict=True)))
     for tenant in config.tenants:
         where = f"tenants.{tenant.name}.specialists"
-        yield from _unknown(tenant.specialists, names, where, "a specialist")
+        yield from _unknown(tenant.specialists, [*names, *encoders], where, "a specialist")
         if _DIGEST.fullmatch(tenant.name):
             text = f"tenants: {tenant.name!r} looks like the digest of a key; choose another name"
             yield ConfigError(text, param="tenants")
@@ -110,6 +122,23 @@ def _remote_faults(settings: SpecialistSettings, where: str) -> Iterator[ConfigE
         if getattr(settings, key) != getattr(local, key):
             param = f"{where}.{key}"
             yield ConfigError(f"{param}: a remote specialist has none here", param=param)
+
+
+def _encoder_faults(config: Config, encoders: Sequence[str]) -> Iterator[ConfigError]:
+    plain = SpecialistSettings()
+    for name, settings in zip(encoders, config.encoders, strict=False):
+        for key in _NOT_OF_ENCODERS:
+            if getattr(settings, key) != getattr(plain, key):
+                param = f"specialists.{name}.{key}"
+                yield ConfigError(f"{param}: an encoder has none", param=param)
+        if settings.dtype not in _ENCODER_DTYPES:
+            param = f"specialists.{name}.dtype"
+            text = f"{param}: an encoder runs in {', '.join(_ENCODER_DTYPES)}"
+            yield ConfigError(text, param=param)
+        if not settings.model:
+            param = f"specialists.{name}.model"
+            text = f'{param}: give a directory of safetensors, or "{STATIC}"'
+            yield ConfigError(text, param=param)
 
 
 def _url_faults(url: str, param: str) -> Iterator[ConfigError]:

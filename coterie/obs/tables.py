@@ -297,6 +297,20 @@ PIPELINE_METRICS = (
 )  # fmt: skip
 
 
+ENCODER_METRICS = (
+    Metric("coterie_encoder_inputs", "counter", "Texts or pairs that encoders read.", _MODEL),
+    Metric("coterie_encoder_tokens", "counter", "Tokens that encoders read.", _MODEL),
+    Metric(
+        "coterie_encoder_request_seconds", "histogram",
+        "Time of a request to an encoder, from its tokens to its vectors.", _MODEL, LAG_BUCKETS_S,
+    ),
+    Metric(
+        "coterie_encoder_waiting_tokens", "gauge", "Tokens that wait for an encoder or run on it.",
+        _MODEL,
+    ),
+)  # fmt: skip
+
+
 ENSEMBLE_METRICS = (
     Metric(
         "coterie_slo_seconds", "gauge",
@@ -521,6 +535,7 @@ METRICS = (
         "Acceptance of a request to its first token.", _MODEL, FIRST_TOKEN_BUCKETS_S,
     ),
     *PIPELINE_METRICS,
+    *ENCODER_METRICS,
     *ENSEMBLE_METRICS,
     *MOE_METRICS,
     *ADAPTER_METRICS,

@@ -112,7 +112,10 @@ class NameResolver:
         """Who answers if nobody is named: the first specialist that the caller may use."""
         if not allowed or self.default in allowed:
             return self.default
-        return next(name for name in self.specialists if name in allowed)
+        for name in self.specialists:
+            if name in allowed:
+                return name
+        raise Forbidden("this key may use no model that writes text", param="model")
 
     def _check_allowed(self, base: str | None, allowed: Sequence[str]) -> None:
         if base is not None and allowed and base not in allowed:

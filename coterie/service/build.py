@@ -19,6 +19,8 @@ from coterie.routing.classify.versions import folder_of
 from coterie.service.adapters.admin import AdapterAdmin
 from coterie.service.adapters.catalog import AdapterCatalog
 from coterie.service.config_check import check, expected_names, model_name
+from coterie.service.encoders.service import EncoderService
+from coterie.service.encoders.start import encoder_starts
 from coterie.service.ensemble import EnsembleService
 from coterie.service.fleet import EngineGroup, Fleet, RoutingInputs
 from coterie.service.jobs.store import JobStore
@@ -68,6 +70,9 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
         for index, ((path, *_), members) in enumerate(shared.items())
     ]
     groups += remotes
+    encoders = EncoderService(
+        encoder_starts(config, names, progress), config.engine.max_queue, config.server.drain_s
+    )
     catalog = AdapterCatalog(registry_dir() if config.adapters.device_bytes else None)
     records = InferenceRecords(
         state_dir() / "records.db", config.jobs.max_records, config.ensemble.max_receipts
@@ -90,7 +95,16 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
     tracer = make_tracer(config.tracing, __version__)
     return Pipeline(
         PipelineParts(
-            fleet, admin, records, validators, jobs, config.jobs, ensemble, responses, tracer
+            fleet,
+            admin,
+            records,
+            validators,
+            jobs,
+            config.jobs,
+            ensemble,
+            responses,
+            encoders,
+            tracer,
         )
     )
 

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from coterie.core.config import Config
+from coterie.core.encoders import ENCODER, STATIC
 from coterie.core.ensemble import RemoteSettings
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.core.references import reference_faults
@@ -50,6 +51,14 @@ def expected_names(config: Config) -> list[str]:
     return [item.name or _expected_name(item.model) for item in config.specialists]
 
 
+def encoder_names(config: Config) -> list[str]:
+    """The names of the encoders, without fetching a model."""
+    return [
+        item.name or (STATIC if item.model == STATIC else _expected_name(item.model))
+        for item in config.encoders
+    ]
+
+
 def _expected_name(model: str) -> str:
     text = model or DEFAULT_MODEL
     if text.startswith("pypi:"):
@@ -64,7 +73,7 @@ def _expected_name(model: str) -> str:
 def config_faults(config: Config, names: Sequence[str]) -> Iterator[ConfigError]:
     """Every fault of the settings, but for models: `model_faults`. `names`: the served names of
     the specialists."""
-    yield from reference_faults(config, names, NAMED_CHECKS)
+    yield from reference_faults(config, names, NAMED_CHECKS, encoder_names(config))
     for index, settings in enumerate(config.specialists):
         where = f"specialists.{settings.name or index}"
         yield from _strategy_faults(settings.moe.strategy, f"{where}.moe.strategy")
@@ -117,8 +126,10 @@ def _strategy_faults(text: str, param: str) -> Iterator[ConfigError]:
 
 def model_faults(config: Config) -> Iterator[ConfigError]:
     """Models that cannot be found; those that would be fetched count as found."""
-    for index, settings in enumerate(config.specialists):
+    for index, settings in enumerate((*config.specialists, *config.encoders)):
         model, param = settings.model, f"specialists.{settings.name or index}.model"
+        if settings.kind == ENCODER and model == STATIC:
+            continue
         try:
             if model.startswith("hf:"):
                 parse_hub(model[3:])

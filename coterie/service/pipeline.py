@@ -19,6 +19,7 @@ from coterie.core.errors import (
     AdmissionOffer,
     CoterieError,
     Overloaded,
+    Unauthenticated,
     Unavailable,
     WeightsError,
     from_code,
@@ -44,9 +45,16 @@ from coterie.obs.tracing.tracer import RequestTracer
 from coterie.service.adapters.admin import AdapterAdmin
 from coterie.service.adapters.catalog import AdapterLease
 from coterie.service.adapters.conversation import ConversationPredictor
+from coterie.service.encoders.service import EncodeCaller, EncoderService
 from coterie.service.ensemble import EnsembleService
 from coterie.service.finish import Finisher
-from coterie.service.fleet import Fleet, ModelCard, ServedSpecialist, ServiceHealth
+from coterie.service.fleet import (
+    Fleet,
+    ModelCard,
+    ServedSpecialist,
+    ServiceHealth,
+    all_or_none,
+)
 from coterie.service.jobs.service import JobService
 from coterie.service.jobs.store import JobStore
 from coterie.service.meter import RequestMeter, RouteMeter
@@ -81,6 +89,7 @@ class PipelineParts:
     job_settings: JobSettings
     ensemble: EnsembleService
     responses: ResponseStore
+    encoders: EncoderService
     # None = requests are not traced
     tracer: RequestTracer | None = None
 
@@ -130,6 +139,8 @@ class Pipeline:
         self._conversations = ConversationPredictor(self.registry)
         self._finisher = Finisher(parts.validators, parts.records)
         self.quotas = TenantQuotas()
+        self.encoders = parts.encoders
+        self.encoders.bind(self.registry, self.quotas)
         self.ensemble = parts.ensemble
         self.records.on_verdict = self.ensemble.verdict
         self._counting = asyncio.Lock()
@@ -156,7 +167,7 @@ class Pipeline:
             await asyncio.to_thread(self.tracer.start)
         await self.records.start()
         try:
-            await self._fleet.start()
+            await all_or_none([self._fleet.start(), self.encoders.start()])
             runner = ShadowRunner(self._fleet, self._submitter, self._finisher, self._grammars)
             try:
                 await self.ensemble.start(runner)
@@ -164,6 +175,7 @@ class Pipeline:
                 await self._fleet.close()
                 raise
         except BaseException:
+            await self.encoders.close()
             await self.records.close()
             raise
         await self.jobs.start()
@@ -175,13 +187,13 @@ class Pipeline:
         self.jobs.pause()
         self._draining = True
         await self.ensemble.stop_shadows()
-        await self._fleet.drain()
+        await asyncio.gather(self._fleet.drain(), self.encoders.drain())
 
     async def close(self) -> None:
         await self.jobs.close()
         self._draining = True
         await self.ensemble.close()
-        await self._fleet.close()
+        await asyncio.gather(self._fleet.close(), self.encoders.close())
         await self._finisher.settled()
         await self.responses.close()
         await self.records.close()
@@ -219,6 +231,7 @@ class Pipeline:
         try:
             if self._draining:
                 raise Unavailable("the server is shutting down")
+            self.encoders.refuse_generation(request.hints.model)
             requested, snapshot = request.limits.priority, self._fleet.snapshot
             request = snapshot.within_rights(request)
             run = self._steered(self._planner.plan(request, vendor, snapshot), vendor, receipt)
@@ -490,6 +503,7 @@ class Pipeline:
 
     def resolve(self, hints: RouteHints, prompt: Prompt | None = None) -> str:
         """The specialist that would answer now: by name only, or by the content of `prompt`."""
+        self.encoders.refuse_generation(hints.model)
         router = self._fleet.router
         if prompt is None:
             return router.resolve(hints).specialist
@@ -507,21 +521,50 @@ class Pipeline:
     async def tokenise(self, specialist: str | None, prompt: Prompt) -> list[int]:
         """The tokens of a prompt for `specialist`. A prompt that does not fit is tokenised too, up
         to `COUNTED` times the context; long prompts one at a time."""
+        self.encoders.refuse_generation(specialist)
         served = self._fleet.find(specialist)
         async with self._counting if is_long(prompt) else nullcontext():
             return await tokenise(served.own_tokenizer(), prompt, served.context, COUNTED)
 
     def tokenizer(self, specialist: str | None) -> Tokenizer:
         """Raises UnsupportedFeature for a specialist on another server."""
+        self.encoders.refuse_generation(specialist)
         return self._fleet.find(specialist).own_tokenizer()
 
     def models(self, tenant: str | None = None) -> tuple[ModelCard, ...]:
         """The cards of all models, or of those that a tenant may use."""
-        return self._fleet.cards(self._may_use(tenant))
+        allowed = self._may_use(tenant)
+        return self._fleet.cards(allowed) + self._encoder_cards(allowed)
+
+    def _encoder_cards(self, allowed: Sequence[str]) -> tuple[ModelCard, ...]:
+        return tuple(
+            ModelCard(item.name, item.created, item.context, item.model)
+            for item in self.encoders.served.values()
+            if not allowed or item.name in allowed
+        )
 
     def model(self, name: str | None, tenant: str | None = None) -> ModelCard:
         """The card for any model name that a request may use, also `base:a@1.0+b`."""
-        return self._fleet.card(name, self._may_use(tenant))
+        allowed = self._may_use(tenant)
+        for card in self._encoder_cards(allowed):
+            if card.name == name:
+                return card
+        return self._fleet.card(name, allowed)
+
+    def encode_caller(self, job_id: str, tenant: str, deadline: float | None) -> EncodeCaller:
+        """The tenant of a request to an encoder, with its rights and its quotas."""
+        config = self._fleet.snapshot.config
+        if config.rights_of(tenant) is None:
+            raise Unauthenticated("this API key is not known here any more")
+        return EncodeCaller(job_id, tenant, config.tenant(tenant), config.may_use(tenant), deadline)
+
+    def writes_text(self, model: str) -> bool:
+        """Whether a request for text may use this name."""
+        try:
+            self._fleet.router.resolve(RouteHints(model))
+        except CoterieError:
+            return False
+        return True
 
     def _may_use(self, tenant: str | None) -> tuple[str, ...]:
         snapshot = self._fleet.current_snapshot
@@ -537,7 +580,13 @@ class Pipeline:
         return self._open
 
     def health(self) -> ServiceHealth:
-        return self._fleet.health(is_open=self._started and not self._draining)
+        health = self._fleet.health(is_open=self._started and not self._draining)
+        encoders = self.encoders.health()
+        return replace(
+            health,
+            ready=health.ready and all(item["ready"] for item in encoders.values()),
+            specialists=health.specialists | encoders,
+        )
 
     def metrics_text(self) -> str:
         registry = self._fleet.registry
@@ -556,6 +605,7 @@ class Pipeline:
         registry.value("coterie_recoveries", "gateway", "job_taken_up").set(self.jobs.taken_up)
         registry.value("coterie_recoveries", "gateway", "receipt").set(self.records.recovered)
         self._fleet.measure()
+        self.encoders.measure()
         self.ensemble.measure()
         return registry.render()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from coterie.core.errors import Unauthenticated
+from coterie.core.errors import Forbidden, Unauthenticated
 from coterie.core.request import EVERY_RIGHT, InferenceRequest, KeyRights
 from coterie.core.snapshot import EnsembleConfig
 from coterie.routing.router import Router
@@ -37,7 +37,13 @@ class ServingSnapshot:
             rights = EVERY_RIGHT
         limits, hints = request.limits, request.hints
         priority = min(limits.priority, rights.priority)
-        allowed = self.config.may_use(request.tenant)
+        usable = self.config.may_use(request.tenant)
+        # encoders are in the list too
+        allowed = tuple(name for name in usable if name in self.config.specialists)
+        if usable and not allowed:
+            raise Forbidden(
+                "this key may use encoders alone, and no model that writes text", param="model"
+            )
         given = limits.priority, limits.max_running, limits.share, hints.allowed
         if given == (priority, rights.max_running, rights.share, allowed):
             return request

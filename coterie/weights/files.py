@@ -83,6 +83,21 @@ _MAX_BYTES = 64_000_000
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`, or a WeightsError."""
+    value = _read_value(path)
+    if not isinstance(value, dict):
+        raise WeightsError(f"{path}: not a JSON object. Fetch it again.")
+    return value
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """The JSON list in `path`, or a WeightsError."""
+    value = _read_value(path)
+    if not isinstance(value, list):
+        raise WeightsError(f"{path}: not a JSON list. Fetch it again.")
+    return value
+
+
+def _read_value(path: Path) -> Any:
     try:
         size = path.stat().st_size
         if size > _MAX_BYTES:
@@ -96,8 +111,6 @@ def read_json(path: Path) -> dict[str, Any]:
         raise WeightsError(f"{path}: cannot be read ({error.strerror}). Check it.") from error
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"{path}: not valid JSON. Fetch it again.") from error
-    if not isinstance(value, dict):
-        raise WeightsError(f"{path}: not a JSON object. Fetch it again.")
     return value
 
 

@@ -1,20 +1,12 @@
 """The worker process, `python -m coterie.workers.child SOCKET`: one engine. It ends with its
-parent.
-
-Standard input is the lifeline: the parent writes the `WorkerSpec` (8 bytes of length, then msgpack)
-and keeps the pipe open; when the pipe closes, the parent is gone. Standard output is the heartbeat:
-a separate thread writes a byte at intervals. Signals to the whole process group are ignored: the
-parent decides when running requests have ended.
+parent: see lifeline.py. Its first message is the `WorkerSpec`.
 """
 
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import sys
 import threading
-import time
 from collections.abc import Sequence
 
 import zmq
@@ -24,11 +16,8 @@ from coterie.core.value_check import fault_of
 from coterie.obs.log import configure, log
 from coterie.workers import wire
 from coterie.workers.contract import ReplicaInfo, WorkerCommand, WorkerReport
+from coterie.workers.lifeline import end, end_with_parent, first_message
 from coterie.workers.loop import serve
-
-# the descriptor of standard input
-LIFELINE = 0
-BEAT_S = 0.5
 
 
 class WorkerChannel:
@@ -59,13 +48,9 @@ class WorkerChannel:
 
 
 def main(address: str) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_beat, args=(_heartbeat(),), name="heartbeat", daemon=True).start()
-    (length,) = wire.LENGTH.unpack(_read(wire.LENGTH.size))
-    spec = wire.decode_spec(_read(length))
+    spec = wire.decode_spec(first_message())
     configure(spec.log_level)
-    threading.Thread(target=_watch, name="lifeline", daemon=True).start()
+    end_with_parent()
     channel = WorkerChannel(address)
     try:
         # import torch only now: it takes seconds, and the lifeline must already be watched. What an
@@ -106,51 +91,5 @@ def _read_command(message: bytes) -> WorkerCommand:
         return command
 
 
-# Reads directly from the descriptor: the watching thread would hold the lock of a buffered reader,
-# which is a fatal error when the interpreter shuts down.
-def _read(size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = os.read(LIFELINE, size - len(data))
-        if not part:
-            sys.exit("the parent is gone")
-        data += part
-    return data
-
-
-def _heartbeat() -> int:
-    """The pipe that was standard output. From now on, output of libraries goes to the log."""
-    pipe = os.dup(1)
-    os.set_blocking(pipe, False)
-    os.dup2(2, 1)
-    return pipe
-
-
-def _beat(pipe: int) -> None:
-    while True:
-        try:
-            os.write(pipe, b".")
-        except BlockingIOError:
-            # the pipe is full because the parent is stopped; it will read what is there
-            pass
-        except OSError:
-            return
-        time.sleep(BEAT_S)
-
-
-def _watch() -> None:
-    while os.read(LIFELINE, 1):
-        continue
-    os._exit(0)
-
-
-def _end(status: int) -> None:
-    """Send what waits in the socket and exit. The interpreter would first free every object of
-    torch, which takes half a second."""
-    zmq.Context.instance().destroy()
-    sys.stderr.flush()
-    os._exit(status)
-
-
 if __name__ == "__main__":
-    _end(main(sys.argv[1]))
+    end(main(sys.argv[1]))

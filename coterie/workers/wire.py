@@ -9,7 +9,6 @@ read as a whole; only if that fails, piece by piece (see loop.py).
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -33,9 +32,6 @@ class LoadOutcome:
     code: str = ""
     message: str = ""
 
-
-# the length before the WorkerSpec on the child's standard input
-LENGTH = struct.Struct("<Q")
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REPORT = msgspec.msgpack.Decoder(WorkerReport)

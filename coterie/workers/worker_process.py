@@ -13,8 +13,9 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import zmq
 
@@ -24,10 +25,54 @@ from coterie.obs.log import log
 from coterie.weights.home import state_dir
 from coterie.workers import wire
 from coterie.workers.contract import ReplicaInfo, WorkerCommand, WorkerReport, WorkerSpec
+from coterie.workers.lifeline import LENGTH
 
 # a socket path may have 107 characters; the name of the socket needs up to 16
 MAX_DIRECTORY = 90
 EXIT_S = 3.0
+
+
+Info = TypeVar("Info")
+Report = TypeVar("Report")
+Info_co = TypeVar("Info_co", covariant=True)
+
+
+class ProcessSpec(Protocol):
+    """The part of a spec that every worker process has."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+
+
+class ProcessLoaded(Protocol[Info_co]):
+    """The first message of a process: what it loaded, or the error."""
+
+    @property
+    def info(self) -> Info_co | None: ...
+    @property
+    def code(self) -> str: ...
+    @property
+    def message(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProgram(Generic[Info, Report]):
+    """What runs in a worker process, and how its messages are read. Its first one says what was
+    loaded; `stop` asks it to end."""
+
+    module: str
+    decode_loaded: Callable[[bytes], ProcessLoaded[Info]]
+    decode_report: Callable[[bytes], Report]
+    stop: object
+
+
+ENGINE_PROGRAM: WorkerProgram[ReplicaInfo, WorkerReport] = WorkerProgram(
+    "coterie.workers.child", wire.decode_loaded, wire.decode_report, WorkerCommand("stop")
+)
 
 
 class WorkerSocket:
@@ -45,7 +90,7 @@ class WorkerSocket:
         self._descriptor: int = self._socket.getsockopt(zmq.FD)
         self._loop.add_reader(self._descriptor, self.read)
 
-    def send(self, command: WorkerCommand) -> bool:
+    def send(self, command: object) -> bool:
         """False if there is no worker at the other end."""
         if self._socket.closed:
             return False
@@ -77,9 +122,10 @@ class WorkerSocket:
 class WorkerProcess:
     """One worker process from spawn to exit."""
 
-    def __init__(self, process: AsyncProcess, link: WorkerSocket) -> None:
+    def __init__(self, process: AsyncProcess, link: WorkerSocket, stop: object) -> None:
         self._process = process
         self._link = link
+        self._stop = stop
         self.pid = process.pid
         self.send = link.send
         # number of heartbeats
@@ -90,16 +136,27 @@ class WorkerProcess:
     async def spawn(
         cls, spec: WorkerSpec, path: Path, on_report: Callable[[WorkerReport], None]
     ) -> tuple[WorkerProcess, ReplicaInfo]:
+        """A process that runs an engine."""
+        return await cls.launch(spec, path, on_report, ENGINE_PROGRAM)
+
+    @classmethod
+    async def launch(
+        cls,
+        spec: ProcessSpec,
+        path: Path,
+        on_report: Callable[[Report], None],
+        program: WorkerProgram[Info, Report],
+    ) -> tuple[WorkerProcess, Info]:
         """Start a process and wait until it has loaded. Raises the error if it could not load."""
-        loaded: asyncio.Future[wire.LoadOutcome] = asyncio.get_running_loop().create_future()
+        loaded: asyncio.Future[ProcessLoaded[Info]] = asyncio.get_running_loop().create_future()
         child: WorkerProcess | None = None
 
         def on_message(message: bytes) -> None:
             try:
                 if loaded.done():
-                    on_report(wire.decode_report(message))
+                    on_report(program.decode_report(message))
                 else:
-                    loaded.set_result(wire.decode_loaded(message))
+                    loaded.set_result(program.decode_loaded(message))
             except wire.Unreadable as error:
                 # its tokens are lost: another worker produces them again
                 log("report_unreadable", level="error", error=error, replica=spec.name)
@@ -109,8 +166,8 @@ class WorkerProcess:
         address = f"ipc://{path}"
         link = WorkerSocket(address, on_message)
         try:
-            process = await _launch(address, spec)
-            child = cls(process, link)
+            process = await _launch(address, spec, program.module)
+            child = cls(process, link, program.stop)
             info = await child._until_loaded(loaded, spec)
         except BaseException:
             if child is not None:
@@ -120,8 +177,8 @@ class WorkerProcess:
         return child, info
 
     async def _until_loaded(
-        self, loaded: asyncio.Future[wire.LoadOutcome], spec: WorkerSpec
-    ) -> ReplicaInfo:
+        self, loaded: asyncio.Future[ProcessLoaded[Info]], spec: ProcessSpec
+    ) -> Info:
         exited = asyncio.ensure_future(self._process.wait())
         either: set[asyncio.Future[Any]] = {loaded, exited}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -153,7 +210,7 @@ class WorkerProcess:
 
     async def stop(self) -> None:
         """Ask the process to stop, wait briefly, then kill it."""
-        self._link.send(WorkerCommand("stop"))
+        self._link.send(self._stop)
         try:
             await asyncio.wait_for(self._process.wait(), EXIT_S)
         except TimeoutError:
@@ -170,15 +227,15 @@ class WorkerProcess:
         self._process.close()
 
 
-async def _launch(address: str, spec: WorkerSpec) -> AsyncProcess:
+async def _launch(address: str, spec: ProcessSpec, module: str) -> AsyncProcess:
     env = environment()
     if spec.threads:
         env["OMP_NUM_THREADS"] = str(spec.threads)
-    command = [sys.executable, "-m", "coterie.workers.child", address]
+    command = [sys.executable, "-m", module, address]
     process = await start(command, env, stdin=PIPE, stdout=PIPE)
     assert process.stdin is not None
     payload = wire.encode(spec)
-    process.stdin.write(wire.LENGTH.pack(len(payload)) + payload)
+    process.stdin.write(LENGTH.pack(len(payload)) + payload)
     return process
 
 

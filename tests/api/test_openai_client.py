@@ -243,7 +243,7 @@ def test_errors_are_typed(client: openai.OpenAI, strict_server: Served) -> None:
         client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=99_999)
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model="tiny", input="x")
+        client.moderations.create(model="tiny", input="x")
     locked = openai.OpenAI(base_url=f"{strict_server.url}/v1", api_key="wrong", max_retries=0)
     with locked, pytest.raises(openai.AuthenticationError) as refused:
         locked.models.list()

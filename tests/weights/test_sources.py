@@ -266,6 +266,24 @@ def test_a_safetensors_model_in_a_wheel(site: Site, tmp_path: Path) -> None:
     assert names == ["config.json", "model.safetensors", "source.json", "tokenizer.json"]
 
 
+def test_an_encoder_in_a_wheel_keeps_its_modules(site: Site, tmp_path: Path) -> None:
+    stem = "demo_model/model"
+    files = {
+        f"{stem}/model.safetensors": b"weights",
+        f"{stem}/modules.json": b"[]",
+        f"{stem}/1_Pooling/config.json": b"{}",
+        f"{stem}/2_Dense/model.safetensors": b"more",
+        f"{stem}/2_Dense/run.py": b"",
+        f"{stem}/other/config.json": b"{}",
+        f"{stem}/1_Pooling/../../config.json": b"out",
+    }
+    publish(site, tmp_path, files=files)
+    path = resolve("pypi:demo-model")
+    found = sorted(str(item.relative_to(path)) for item in path.rglob("*") if item.is_file())
+    kept = ["1_Pooling/config.json", "2_Dense/model.safetensors", "model.safetensors"]
+    assert found == [*kept, "modules.json", "source.json"]
+
+
 @pytest.mark.parametrize(
     ("files", "word"),
     [

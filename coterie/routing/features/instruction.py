@@ -155,8 +155,12 @@ def bounded(text: str) -> str:
 # a text is read for its sketch, its instruction and its vector
 @lru_cache(maxsize=8)
 def words(text: str) -> list[str]:
-    """Runs of letters, runs of digits and single marks of a text of limited length. The list is
-    shared: it must not be changed."""
+    """The words of a text of limited length. The list is shared: it must not be changed."""
+    return split_words(text)
+
+
+def split_words(text: str) -> list[str]:
+    """Runs of letters, runs of digits and single marks."""
     text = text.lower()
     if not text.isascii():
         parts = unicodedata.normalize("NFKD", text)

@@ -6,16 +6,16 @@ No download, no torch, limited work per text.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.routing.features.instruction import bounded, words
+from coterie.routing.features.instruction import bounded, split_words, words
 
 Vector = NDArray[np.float32]
 _DATA = Path(__file__).parent / "data"
@@ -47,10 +47,21 @@ class StaticEmbedder:
         self._word_rows = _WordRows({text: row for row, text in enumerate(texts)})
         self.name, self.dim = "static", int(vectors.shape[1])
 
+    @property
+    def num_rows(self) -> int:
+        return len(self._vectors)
+
     def embed(self, text: str) -> Vector:
         known = self._word_rows.__getitem__
-        rows = list(chain.from_iterable(map(known, words(bounded(text)))))
-        if not rows:
+        return self.embed_rows(list(chain.from_iterable(map(known, words(bounded(text))))))
+
+    def rows(self, text: str, most: int) -> list[int]:
+        """The rows of the whole text's pieces, at most `most + 1` of them."""
+        pieces = chain.from_iterable(map(self._word_rows.__getitem__, split_words(text)))
+        return list(islice(pieces, most + 1))
+
+    def embed_rows(self, rows: Sequence[int] | NDArray[np.int32]) -> Vector:
+        if not len(rows):
             return np.zeros(self.dim, np.float32)
         return unit(np.add.reduce(self._vectors.take(rows, axis=0), axis=0))
 

@@ -21,7 +21,11 @@ _SPEC = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w./-]+\.gguf))?(?:@([\w./-]+))?")
 _WANTED = re.compile(
     r"[^/\\\0]+\.safetensors|model\.safetensors\.index\.json|config\.json|generation_config\.json"
     r"|tokenizer(_config)?\.json|special_tokens_map\.json|chat_template\.(jinja|json)"
+    # how sentence-transformers makes one vector of many
+    r"|modules\.json|sentence_bert_config\.json|config_sentence_transformers\.json"
 )
+# a module of sentence-transformers in a folder of its own, such as 1_Pooling
+MODULE_FILE = re.compile(r"\d_[A-Za-z]{1,32}/(config\.json|model\.safetensors)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,9 @@ def fetch(model: HubModel, target: Path, progress: Progress | None) -> dict[str,
     total = sum(file.remote.size_bytes or 0 for file in files)
     done = 0
     for file in files:
-        path = target / Path(file.name).name
+        name = file.name if MODULE_FILE.fullmatch(file.name) else Path(file.name).name
+        path = target / name
+        path.parent.mkdir(exist_ok=True)
         if not path.exists():
             download(file.remote, path, _shifted(progress, done, total))
         done += file.remote.size_bytes or 0
@@ -125,7 +131,7 @@ def _choose(model: HubModel, names: Sequence[str]) -> set[str]:
         return {model.file}
     top = {name for name in names if _WANTED.fullmatch(name)}
     if any(name.endswith(".safetensors") for name in top):
-        return top
+        return top | {name for name in names if MODULE_FILE.fullmatch(name)}
     ggufs = sorted(name for name in names if name.endswith(".gguf"))
     if len(ggufs) == 1:
         return {ggufs[0]}

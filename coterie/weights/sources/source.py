@@ -23,6 +23,7 @@ from coterie.weights.files import file_lock
 from coterie.weights.home import models_dir
 from coterie.weights.sources import hub, pypi
 from coterie.weights.sources.download import Progress, download
+from coterie.weights.sources.hub import MODULE_FILE
 
 __all__ = ["ALIASES", "DEFAULT_MODEL", "CachedModel", "Progress", "list_cached", "pull", "resolve"]
 
@@ -187,6 +188,8 @@ def _disk_errors() -> Iterator[None]:
 _MODEL_FILES = re.compile(
     r"[^/\\\0]+\.(gguf|safetensors|safetensors\.index\.json)|config\.json|generation_config\.json"
     r"|tokenizer(_config)?\.json|special_tokens_map\.json|chat_template\.(jinja|json)"
+    # how sentence-transformers makes one vector of many
+    r"|modules\.json|sentence_bert_config\.json|config_sentence_transformers\.json"
 )
 
 
@@ -197,8 +200,8 @@ def extract(wheel: Path, target: Path) -> None:
             record = _record(archive)
             members = _model_members(archive, wheel)
             target.mkdir(parents=True)
-            for member in members:
-                _extract_one(archive, member, target, record.get(member.filename))
+            for name, member in members.items():
+                _extract_one(archive, member, target / name, record.get(member.filename))
     except (zipfile.BadZipFile, EOFError, KeyError, RuntimeError) as error:
         raise WeightsError(f"{wheel}: damaged wheel ({error}). Fetch it again.") from error
 
@@ -216,21 +219,27 @@ def _record(archive: zipfile.ZipFile) -> dict[str, str]:
     return hashes
 
 
-def _model_members(archive: zipfile.ZipFile, wheel: Path) -> list[zipfile.ZipInfo]:
-    """The model's files in the only folder of the wheel that holds weights."""
+def _model_members(archive: zipfile.ZipFile, wheel: Path) -> dict[str, zipfile.ZipInfo]:
+    """The model's files in the only folder of the wheel that holds weights, by their names
+    there."""
     weights = [item for item in archive.infolist() if _is_weights(item)]
     if not weights:
         raise WeightsError(f"{wheel}: holds no GGUF or safetensors file. Use another package.")
-    folders = {PurePosixPath(item.filename).parent for item in weights}
+    parents = {PurePosixPath(item.filename).parent for item in weights}
+    folders = [item for item in parents if not MODULE_FILE.fullmatch(f"{item.name}/config.json")]
     if len(folders) != 1:
         raise WeightsError(f"{wheel}: holds models in several folders. Use another package.")
-    folder = folders.pop()
-    return [
-        item
+    prefix = "" if str(folders[0]) == "." else f"{folders[0]}/"
+    named = {
+        item.filename.removeprefix(prefix): item
         for item in archive.infolist()
-        if PurePosixPath(item.filename).parent == folder
-        and _MODEL_FILES.fullmatch(PurePosixPath(item.filename).name)
-    ]
+        if item.filename.startswith(prefix)
+    }
+    return {
+        name: item
+        for name, item in named.items()
+        if _MODEL_FILES.fullmatch(name) or MODULE_FILE.fullmatch(name)
+    }
 
 
 def _is_weights(item: zipfile.ZipInfo) -> bool:
@@ -238,10 +247,10 @@ def _is_weights(item: zipfile.ZipInfo) -> bool:
 
 
 def _extract_one(
-    archive: zipfile.ZipFile, member: zipfile.ZipInfo, target: Path, recorded: str | None
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path, recorded: str | None
 ) -> None:
-    # only the last part of the path is used, and _MODEL_FILES allows no separator in it
-    path = target / PurePosixPath(member.filename).name
+    # its name has no separator, or one after the folder of a module
+    path.parent.mkdir(exist_ok=True)
     digest = hashlib.sha256()
     with archive.open(member) as source, path.open("xb") as sink:
         while chunk := source.read(1 << 20):

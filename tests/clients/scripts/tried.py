@@ -19,6 +19,23 @@ SENTENCE = os.environ["COTERIE_SENTENCE"]
 # more tokens than the default model has positions
 TOO_LONG = "word " * 9000
 QUESTION = "What is the capital of France? Answer in one word."
+# what no model has read before, and questions with a part of the text that answers them
+CORPUS = (
+    "The lighthouse of Varn is kept by Odile Marrec, who lights its lamp every evening at six.",
+    "Bread in the town of Karsk is baked with rye and caraway, and sold before sunrise.",
+    "The railway from Tolm to Istrae was closed after the flood and rebuilt with steel bridges.",
+    "Wool from the sheep of Hallow Fell is dyed blue with woad and woven into blankets.",
+    "The observatory on Mount Serrin follows comets with a telescope of two metres.",
+    "The football club of Brenn wears green shirts and plays its matches beside the harbour.",
+)
+QUESTIONS = {
+    "Who lights the lamp of the lighthouse?": "Odile Marrec",
+    "What do bakers use for the bread?": "caraway",
+    "Why was the train line rebuilt?": "flood",
+    "Which colour are the woven blankets?": "woad",
+    "Where do astronomers watch comets?": "Serrin",
+    "What do the football players wear?": "green shirts",
+}
 WEATHER = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 12}},

@@ -118,9 +118,9 @@ class Served:
             with error:
                 return Reply(error.code, dict(error.headers), error.read())
 
-    def metric(self, name: str) -> float:
+    def metric(self, name: str, **headers: str) -> float:
         """The sum of a metric's samples."""
-        text = self.get("/metrics").body.decode()
+        text = self.get("/metrics", **headers).body.decode()
         found = re.findall(rf"^{re.escape(name)}(?:\{{.*?\}})? (\S+)$", text, re.MULTILINE)
         assert found, f"no metric {name}"
         return sum(float(value) for value in found)

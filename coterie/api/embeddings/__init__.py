@@ -1,0 +1,1 @@
+"""Owns the endpoints of encoders: embeddings, rerank and score."""

@@ -1,0 +1,366 @@
+"""All encoders of a server: starts them, finds them by name, and takes requests through them.
+
+A request: check the number of inputs, tokenise, take the tenant's quota, wait for a place, compute,
+shape the vectors. Refusals are typed and change nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.core.encoders import EncoderSettings
+from coterie.core.ensemble import TenantSettings
+from coterie.core.errors import (
+    CoterieError,
+    DeadlineExceeded,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Unavailable,
+)
+from coterie.core.request import AUTO
+from coterie.models.encoder.tokens import (
+    EncoderTokens,
+    InputTruncation,
+    TextInput,
+    check_ids,
+    check_length,
+)
+from coterie.obs.metrics import MetricRegistry
+from coterie.service.encoders.served import ServedEncoder, Vectors
+from coterie.service.encoders.start import EncoderStart
+from coterie.service.quotas import TenantQuotas
+
+# texts with so few characters are tokenised at once: a thread would take longer
+INLINE_CHARS, INLINE_TEXTS = 4000, 16
+# weight of the newest request in the measured speed
+NEWEST = 0.2
+FIRST_SPEED = 1000.0
+MAX_NAMED = 12
+HOW_TO = (
+    "this server has no encoder; start it with --encoder MODEL (`static` is shipped), or add a "
+    '[[specialists]] table with kind = "encoder"'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeCaller:
+    """Who asks: the tenant with its settings, what it may use, and until when it waits. `job_id`
+    is unique: no caller can choose it."""
+
+    job_id: str
+    tenant: str
+    settings: TenantSettings | None = None
+    # empty = all
+    allowed: tuple[str, ...] = ()
+    # time.monotonic()
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeRequest:
+    """Texts, or token ids of the encoder's own vocabulary with the field that each came from."""
+
+    texts: tuple[TextInput, ...] = ()
+    token_lists: tuple[tuple[Sequence[int], str], ...] = ()
+    special: bool = True
+    cut: InputTruncation | None = None
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self.texts) + len(self.token_lists)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeAnswer:
+    """One row for each input, and the tokens of each."""
+
+    vectors: Vectors
+    num_tokens: tuple[int, ...]
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+
+class EncoderService:
+    """For one event loop."""
+
+    def __init__(
+        self, starts: Sequence[EncoderStart], max_queue: int, drain_s: float = 30.0
+    ) -> None:
+        self._starts, self._max_queue, self._drain_s = tuple(starts), max_queue, drain_s
+        self._served: dict[str, ServedEncoder] = {}
+        self._quotas = TenantQuotas()
+        self._registry: MetricRegistry | None = None
+        # one thread: tokenising is short, and large requests wait for each other
+        self._thread = ThreadPoolExecutor(1, "encoder-tokens")
+        self._open: dict[str, int] = {}
+        self._tokens: dict[str, int] = {}
+        self._speed: dict[str, float] = {}
+        self._closed = False
+
+    def bind(self, registry: MetricRegistry, quotas: TenantQuotas) -> None:
+        """The metrics and quotas of the server, shared with the other endpoints."""
+        self._registry, self._quotas = registry, quotas
+
+    @property
+    def served(self) -> Mapping[str, ServedEncoder]:
+        return self._served
+
+    def names(self) -> tuple[str, ...]:
+        """The names of all encoders, also of those that still load."""
+        return tuple(item.name for item in self._starts)
+
+    async def start(self) -> None:
+        tasks = [asyncio.ensure_future(item.start()) for item in self._starts]
+        try:
+            served = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.close()
+            raise
+        self._served = {item.name: item for item in served}
+
+    async def drain(self) -> None:
+        self._closed = True
+        waits = [item.replica.drain(self._drain_s) for item in self._starts if item.replica]
+        await asyncio.gather(*waits)
+
+    async def close(self) -> None:
+        self._closed = True
+        await asyncio.gather(*(item.replica.close() for item in self._starts if item.replica))
+        self._thread.shutdown(wait=False)
+
+    def refuse_generation(self, model: str | None) -> None:
+        """Raises InvalidRequest if a request for text names an encoder."""
+        if model is not None and model in self.names():
+            raise InvalidRequest(
+                f"`{model}` is an encoder and writes no text: it answers /v1/embeddings, "
+                "/v1/rerank and /v1/score; GET /v1/models lists the others",
+                param="model",
+            )
+
+    def find(
+        self,
+        model: str | None,
+        caller: EncodeCaller,
+        writes_text: Callable[[str], bool],
+        *,
+        ranks: bool,
+    ) -> ServedEncoder:
+        """The encoder of that name. None and `auto`: the first that fits. `ranks`: a cross-encoder
+        is welcome; otherwise vectors are needed. `writes_text`: whether a name means a model of
+        another kind."""
+        if self._closed:
+            raise Unavailable("the server is shutting down")
+        if not self._starts:
+            raise InvalidRequest(HOW_TO, param="model")
+        if not self._served:
+            raise Unavailable("the encoders are still loading", retry_after_s=2.0)
+        usable = [
+            item
+            for item in self._served.values()
+            if not caller.allowed or item.name in caller.allowed
+        ]
+        if model in (None, AUTO):
+            fitting = [item for item in usable if ranks or not item.is_cross]
+            fitting.sort(key=lambda item: ranks and not item.is_cross)
+            if not fitting:
+                raise Forbidden("this key may use no encoder that does this", param="model")
+            return fitting[0]
+        found = self._served.get(model or "")
+        if found is None:
+            raise _unknown(str(model), writes_text(str(model)), [item.name for item in usable])
+        if caller.allowed and found.name not in caller.allowed:
+            raise Forbidden(f"this key may not use the encoder `{found.name}`", param="model")
+        if found.is_cross and not ranks:
+            raise InvalidRequest(
+                f"`{found.name}` scores pairs of texts and makes no embeddings: it answers "
+                "/v1/rerank and /v1/score",
+                param="model",
+            )
+        return found
+
+    async def encode(
+        self, served: ServedEncoder, request: EncodeRequest, caller: EncodeCaller
+    ) -> EncodeAnswer:
+        """Raises a typed error before any work for what does not fit."""
+        begun, limits = time.monotonic(), served.limits
+        try:
+            if request.num_inputs > limits.max_inputs:
+                raise InvalidRequest(
+                    f"{request.num_inputs} inputs are more than the limit of {limits.max_inputs} "
+                    "for one request; send several requests",
+                    param="input",
+                )
+            with self._quotas.enter(caller.settings) as quota:
+                inputs = await self._tokens_of(served, request)
+                total = sum(len(item.ids) for item in inputs)
+                quota.reserve(total, 0)
+                with self._place(served, total):
+                    vectors = await self._computed(served, inputs, caller)
+                quota.settle(total)
+        except CoterieError as error:
+            self._count_refusal(served.name, error)
+            raise
+        self._count(served.name, request.num_inputs, total, time.monotonic() - begun)
+        return EncodeAnswer(vectors, tuple(len(item.ids) for item in inputs))
+
+    async def _tokens_of(
+        self, served: ServedEncoder, request: EncodeRequest
+    ) -> list[EncoderTokens]:
+        chars = sum(len(item.text) + len(item.second or "") for item in request.texts)
+        ids = sum(len(item) for item, _ in request.token_lists)
+        if chars + ids <= INLINE_CHARS and request.num_inputs <= INLINE_TEXTS:
+            return _tokenised(served, request)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, _tokenised, served, request)
+
+    @contextmanager
+    def _place(self, served: ServedEncoder, tokens: int) -> Iterator[None]:
+        """A place among the requests that wait and run. Raises Overloaded if there is none."""
+        name, limits = served.name, served.limits
+        waiting, count = self._tokens.get(name, 0), self._open.get(name, 0)
+        if count >= self._max_queue or (count and waiting + tokens > limits.max_waiting_tokens):
+            speed = self._speed.get(name, FIRST_SPEED)
+            raise Overloaded(
+                f"the encoder `{name}` has {waiting} tokens to compute; try again later",
+                retry_after_s=min(max(waiting / speed / 2, 0.5), 60.0),
+            )
+        self._tokens[name], self._open[name] = waiting + tokens, count + 1
+        begun, done = time.monotonic(), False
+        try:
+            yield
+            done = True
+        finally:
+            self._tokens[name] -= tokens
+            self._open[name] -= 1
+            if done:
+                spent_s = max(time.monotonic() - begun, 1e-4)
+                before = self._speed.get(name, tokens / spent_s)
+                # what ran beside it was computed in the same time
+                rate = (waiting + tokens) / spent_s
+                self._speed[name] = before + NEWEST * (rate - before)
+
+    async def _computed(
+        self, served: ServedEncoder, inputs: Sequence[EncoderTokens], caller: EncodeCaller
+    ) -> Vectors:
+        work = served.source.encode(caller.job_id, caller.tenant, inputs)
+        if caller.deadline is None:
+            return await work
+        left_s = max(caller.deadline - time.monotonic(), 0.0)
+        try:
+            async with asyncio.timeout(left_s):
+                return await work
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed before the vectors were ready") from None
+
+    def _count(self, name: str, num_inputs: int, tokens: int, seconds: float) -> None:
+        if self._registry is not None:
+            self._registry.value("coterie_encoder_inputs", name).add(num_inputs)
+            self._registry.value("coterie_encoder_tokens", name).add(tokens)
+            self._registry.histogram("coterie_encoder_request_seconds", name).observe(seconds)
+
+    def _count_refusal(self, name: str, error: CoterieError) -> None:
+        if self._registry is not None:
+            self._registry.value("coterie_rejections", name, error.code).add()
+
+    def measure(self) -> None:
+        """Update the gauges."""
+        if self._registry is None:
+            return
+        for name, item in self._served.items():
+            self._registry.value("coterie_encoder_waiting_tokens", name).set(
+                self._tokens.get(name, 0)
+            )
+            if item.replica is not None:
+                stats = item.replica.stats()
+                restarts = stats.pop("restarts")
+                replica = item.replica.name
+                self._registry.value("coterie_worker_restarts", replica).set(restarts)
+                up = float(item.replica.healthy())
+                self._registry.value("coterie_worker_up", replica).set(up)
+                self._registry.engine_stats(replica, stats)
+
+    def health(self) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for name, item in self._served.items():
+            replicas = [] if item.replica is None else [item.replica]
+            found[name] = {
+                "ready": all(one.healthy() for one in replicas),
+                "kind": "encoder",
+                "replicas": {one.name: one.healthy() for one in replicas},
+                "states": {one.name: one.state() for one in replicas},
+                "queued": self._open.get(name, 0),
+                "max_model_len": item.context,
+                "dimensions": None if item.is_cross else item.dim,
+                **dict(item.details),
+            }
+        return found
+
+
+def _tokenised(served: ServedEncoder, request: EncodeRequest) -> list[EncoderTokens]:
+    """The tokens of all inputs; stops as soon as they are too many."""
+    limits = served.limits
+    found: list[EncoderTokens] = []
+    total = 0
+    for tokens in _each(served, request):
+        total += len(tokens.ids)
+        if total > limits.max_request_tokens:
+            raise _too_many(limits)
+        found.append(tokens)
+    return found
+
+
+def _each(served: ServedEncoder, request: EncodeRequest) -> Iterator[EncoderTokens]:
+    tokenizer, cut = served.tokenizer, request.cut
+    for ids, param in request.token_lists:
+        limit = tokenizer.limit if cut is None else min(cut.most, tokenizer.limit)
+        if cut is not None:
+            ids = ids[-limit:] if cut.side == "left" else ids[:limit]
+        check_length(len(ids), limit, param)
+        known = check_ids(ids, tokenizer.vocab_size, param)
+        yield EncoderTokens(known, len(known))
+    yield from tokenizer.encode(request.texts, request.special, cut)
+
+
+def _too_many(limits: EncoderSettings) -> InvalidRequest:
+    return InvalidRequest(
+        f"the inputs have more than {limits.max_request_tokens} tokens together, the limit for one "
+        "request; send several requests",
+        param="input",
+    )
+
+
+def _unknown(model: str, writes_text: bool, encoders: Sequence[str]) -> CoterieError:
+    there = ", ".join(f"`{name}`" for name in encoders[:MAX_NAMED]) or "none"
+    if writes_text:
+        return InvalidRequest(
+            f"`{model}` writes text and is no encoder; there is: {there}", param="model"
+        )
+    return NotFound(f"The encoder `{model[:80]}` does not exist; there is: {there}", param="model")
+
+
+def shaped(vectors: Vectors, normalise: bool, dimensions: int | None) -> NDArray[np.float32]:
+    """The first `dimensions` numbers, of unit length where the model or a cut asks for it. A vector
+    of zeros stays zeros."""
+    if dimensions is not None and dimensions < vectors.shape[1]:
+        vectors, normalise = vectors[:, :dimensions], True
+    if not normalise:
+        return np.ascontiguousarray(vectors)
+    lengths = np.sqrt(np.einsum("ij,ij->i", vectors, vectors, dtype=np.float64))
+    lengths = np.maximum(lengths, 1e-12)[:, None].astype(np.float32)
+    return np.ascontiguousarray(vectors / lengths)

@@ -1,0 +1,1 @@
+"""Owns the processes that run encoders: their messages, their program and their supervision."""
