@@ -127,7 +127,8 @@ def test_the_stages_of_a_routed_request_add_up_to_its_latency(
         assert [span["name"] for span in stages] == STAGES
         together_s = sum(map(taken, stages))
         assert together_s == pytest.approx(taken(server), rel=1e-6)
-        assert together_s <= latency_s
+        # the server still writes its records when the caller has everything
+        assert together_s <= 1.05 * latency_s
         shares.append(together_s / latency_s)
         if shares[-1] > 0.95:
             break
@@ -298,7 +299,9 @@ def test_a_remote_specialist_gets_the_same_trace(near: Served, receiver: TraceRe
     assert ours["attributes"]["gen_ai.response.model"] == "far"
     assert call["attributes"]["gen_ai.request.model"] == "tiny"
     assert call["attributes"]["server.address"] == "127.0.0.1"
-    assert ours["start_ns"] <= call["start_ns"] <= call["end_ns"] <= ours["end_ns"]
+    assert ours["start_ns"] <= call["start_ns"] <= call["end_ns"]
+    # the call is closed a moment after its last event was passed on
+    assert call["end_ns"] <= ours["end_ns"] + 10**8
     # an unsampled trace is passed on as such
     other = "7" * 32
     post(near, "/v1/chat/completions", chat(model="far"), traceparent=f"00-{other}-{SPAN}-00")
