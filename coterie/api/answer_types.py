@@ -326,13 +326,15 @@ class FeedbackAnswer(BaseModel):
 class TokenizeAnswer(BaseModel):
     count: int
     max_model_len: int
-    tokens: list[int]
+    # objects of id and piece if `with_pieces` was set
+    tokens: list[int] | list[dict[str, Any]]
     # null unless return_token_strs was set
     token_strs: list[str] | None
 
 
 class DetokenizeAnswer(BaseModel):
     prompt: str
+    content: str
 
 
 class TokenizerFacts(BaseModel):

@@ -32,12 +32,14 @@ from coterie.api.door import (
     shown_path,
 )
 from coterie.api.embeddings.endpoints import EmbeddingEndpoints
+from coterie.api.llamacpp.endpoints import LlamaDialect
 from coterie.api.native.feedback import FeedbackEndpoints
 from coterie.api.native.infer import InferEndpoints
 from coterie.api.native.infer_body import InferBodyReader
 from coterie.api.native.jobs import JobEndpoints
 from coterie.api.native.receipts import ReceiptEndpoints
 from coterie.api.native.server import NativeEndpoints
+from coterie.api.ollama.endpoints import OllamaDialect
 from coterie.api.openai.endpoints import OpenAIDialect
 from coterie.api.openapi import RouteRow, document
 from coterie.api.responses.endpoints import ResponsesDialect
@@ -181,6 +183,8 @@ def _endpoints(
         EnsembleEndpoints(pipeline.ensemble, limit),
         ResponsesDialect(pipeline, pipeline.responses, pipeline.jobs, limit),
         EmbeddingEndpoints(pipeline, limit),
+        OllamaDialect(pipeline, limit),
+        LlamaDialect(pipeline, limit),
     )
 
 

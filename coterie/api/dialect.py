@@ -74,6 +74,8 @@ class PlannedAnswer(Protocol):
     @property
     def plan(self) -> RoutePlan: ...
     @property
+    def hints(self) -> RouteHints: ...
+    @property
     def tokenizer(self) -> Tokenizer | None: ...
     def set_format(self, answer_format: ResponseFormat | None) -> None: ...
 
@@ -83,6 +85,7 @@ class DialectPipeline(Protocol):
 
     def models(self) -> Sequence[ModelCard]: ...
     def model(self, name: str | None, tenant: str | None = None) -> ModelCard: ...
+    def named(self, hints: RouteHints) -> RouteHints: ...
     def resolve(self, hints: RouteHints, prompt: Prompt | None = None) -> str: ...
     def tokenizer(self, specialist: str | None) -> Tokenizer: ...
     async def tokenise(self, specialist: str | None, prompt: Prompt) -> list[int]: ...
@@ -209,7 +212,8 @@ def planned_answer(
 
 
 def answering_name(hints: RouteHints, plan: RoutePlan) -> str:
-    """The model name in the answer: the requested name; for `auto` the one that was chosen."""
+    """The model name in the answer: the requested name; for `auto` the one that was chosen.
+    `hints`: of the plan, in which the name that an alias means stands for it."""
     return hints.model if hints.model and hints.model != AUTO else plan.specialist
 
 
@@ -223,7 +227,6 @@ def events_of(
     service: DialectPipeline,
     planned: PlannedAnswer,
     exchange: Exchange,
-    hints: RouteHints,
     answer: NamedAnswer | None = None,
 ) -> Events:
     """The events of the request. Closing them aborts it. If another specialist answers than was
@@ -232,7 +235,7 @@ def events_of(
     def planned_again(plan: RoutePlan) -> None:
         note_plan(exchange, plan)
         if answer is not None:
-            answer.model = answering_name(hints, plan)
+            answer.model = answering_name(planned.hints, plan)
 
     return service.run(planned, on_plan=planned_again)
 

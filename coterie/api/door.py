@@ -38,6 +38,10 @@ INFERENCE_PATHS = frozenset(
         "/v1/responses",
         "/v1/messages",
         "/v1/infer",
+        "/api/chat",
+        "/api/generate",
+        "/completion",
+        "/infill",
     }
 )
 # further headers are sent if a request has this one
@@ -131,6 +135,8 @@ def dialect_of(scope: Scope) -> str:
         return errors.ANTHROPIC
     if any(_is_at(path, known) for known in _OPENAI_PATHS):
         return errors.OPENAI
+    if _is_at(path, "/api"):
+        return errors.OLLAMA
     anthropic = any(name == b"anthropic-version" for name, _ in scope["headers"])
     return errors.ANTHROPIC if anthropic else errors.OPENAI
 

@@ -21,11 +21,13 @@ encode = msgspec.json.Encoder().encode
 
 # openai-python ignores a Retry-After above this
 MAX_RETRY_AFTER_S = 120.0
-OPENAI, ANTHROPIC = "openai", "anthropic"
+OPENAI, ANTHROPIC, OLLAMA = "openai", "anthropic", "ollama"
 # the parameters of errors about a tenant's quotas
 QUOTAS = {kind: f"{kind}_per_minute" for kind in (REQUESTS, TOKENS)}
 # an absolute file path, but no route of this server and no part of a URL; its last part is kept
-_SERVER_PATH = re.compile(r"(?<![\w/:.~-])/(?!v1/|health)(?:[^\s/'\":,;()]+/)+(?=[^\s/'\":,;()])")
+_SERVER_PATH = re.compile(
+    r"(?<![\w/:.~-])/(?!v1/|api/|health)(?:[^\s/'\":,;()]+/)+(?=[^\s/'\":,;()])"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,8 @@ def _offered(offer: AdmissionOffer | None) -> dict[str, dict[str, int | str]]:
 def body_of(error: CoterieError, dialect: str, request_id: str) -> bytes:
     """The JSON body; also the payload of an error inside a stream."""
     row, offer = row_of(error), getattr(error, "offer", None)
+    if dialect == OLLAMA:
+        return ollama_body(_in_ollama_words(error))
     if dialect == ANTHROPIC:
         message = _in_anthropic_words(error)
         return anthropic_body(message, row.anthropic_type, request_id, offer)
@@ -134,6 +138,17 @@ def body_of(error: CoterieError, dialect: str, request_id: str) -> bytes:
     kind = TOKENS if error.param == QUOTAS[TOKENS] else row.openai_type
     message = public_message(error)
     return openai_body(message, kind, param=error.param, code=code, offer=offer)
+
+
+def ollama_body(message: str) -> bytes:
+    return encode({"error": message})
+
+
+def _in_ollama_words(error: CoterieError) -> str:
+    """Clients look for these words, and then offer to fetch the model."""
+    message = public_message(error)
+    is_model = error.code == "not_found" and error.param == "model"
+    return f"model not found: {message}" if is_model else message
 
 
 def _in_anthropic_words(error: CoterieError) -> str:
@@ -216,4 +231,6 @@ def plain(kind: str, message: str, request_id: str, dialect: str, code: str | No
     """A body for errors that are not a `CoterieError`: unknown routes and methods."""
     if dialect == ANTHROPIC:
         return anthropic_body(message, kind, request_id)
+    if dialect == OLLAMA:
+        return ollama_body(message)
     return openai_body(message, _BAD, code=code)

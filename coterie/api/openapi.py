@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from coterie import __version__
 from coterie.api.answer_types import ExpertPlan
+from coterie.api.transport.sse import NDJSON
 from coterie.core.events import InferenceMetrics, InferenceResult, ValidationResult
 from coterie.core.plan import AdapterChoice, Candidate, ClassifierInput, RouteTrace
 
@@ -66,6 +67,8 @@ class RouteReplies:
     media_type: str = ""
     # name of a stream's event -> its data; empty = as the vendor defines it
     events: Mapping[str, type[Any]] | None = None
+    # a stream of JSON objects, one on each line
+    lines: type[Any] | None = None
     # other statuses that are not errors
     also: Mapping[int, type[Any] | None] = field(default_factory=dict)
 
@@ -163,7 +166,7 @@ def _responses(row: RouteRow) -> dict[str, Any]:
         schema = {} if kind is None else {"content": {JSON: {"schema": _ref(kind)}}}
         responses[str(status)] = {"description": _ALSO[status], **schema}
     for status in _refusals(row):
-        responses[str(status)] = _refusal(status, row.tag == "anthropic")
+        responses[str(status)] = _refusal(status, _ERROR_NAMES.get(row.tag, "OpenAIError"))
     return responses
 
 
@@ -186,6 +189,8 @@ def _content(replies: RouteReplies) -> dict[str, Any]:
         content[replies.media_type] = {"schema": {"type": "string"}}
     if replies.events is not None:
         content[SSE] = {"schema": _event(replies.events)}
+    if replies.lines is not None:
+        content[NDJSON] = {"schema": _ref(replies.lines)}
     return {"content": content} if content else {}
 
 
@@ -203,11 +208,12 @@ def _event(events: Mapping[str, type[Any]]) -> dict[str, Any]:
     return {"oneOf": choices}
 
 
+# by the tag of a route; OpenAI's for all others
+_ERROR_NAMES = {"anthropic": "AnthropicError", "ollama": "OllamaError"}
 _ALSO = {202: "Accepted: the job is answered later", 503: "Not now"}
 
 
-def _refusal(status: int, anthropic: bool) -> dict[str, Any]:
-    name = "AnthropicError" if anthropic else "OpenAIError"
+def _refusal(status: int, name: str) -> dict[str, Any]:
     schema = {"$ref": _TEMPLATE.format(model=name)}
     refusal: dict[str, Any] = {"description": _WHY[status], "content": {JSON: {"schema": schema}}}
     if status == 429:
@@ -266,6 +272,7 @@ _ERRORS = {
         error=_object(["type", "message"], type=_TEXT, message=_TEXT),
         request_id=_TEXT,
     ),
+    "OllamaError": _object(["error"], error=_TEXT),
 }
 _SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},

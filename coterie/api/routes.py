@@ -34,6 +34,15 @@ from coterie.api.anthropic.endpoints import AnthropicDialect
 from coterie.api.anthropic.types import CountBody, MessagesBody
 from coterie.api.embeddings.endpoints import EmbeddingEndpoints
 from coterie.api.embeddings.types import EmbeddingBody, RerankBody, ScoreBody
+from coterie.api.llamacpp.endpoints import LlamaDialect
+from coterie.api.llamacpp.types import (
+    ApplyTemplateBody,
+    InfillBody,
+    LlamaCompletion,
+    LlamaCompletionBody,
+    LlamaProps,
+    RenderedTemplate,
+)
 from coterie.api.native.feedback import FeedbackBody, FeedbackEndpoints, InferenceQuery
 from coterie.api.native.infer import InferEndpoints
 from coterie.api.native.infer_body import InferBody
@@ -42,6 +51,15 @@ from coterie.api.native.receipts import ReceiptEndpoints
 from coterie.api.native.server import (
     ModelQuery,
     NativeEndpoints,
+)
+from coterie.api.ollama import answers as ollama_answers
+from coterie.api.ollama.endpoints import OllamaDialect
+from coterie.api.ollama.types import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaGenerateBody,
+    OllamaOldEmbedBody,
+    OllamaShowBody,
 )
 from coterie.api.openai.endpoints import OpenAIDialect
 from coterie.api.openai.types import (
@@ -107,6 +125,8 @@ class EndpointSet:
     ensemble: EnsembleEndpoints
     responses: ResponsesDialect
     embeddings: EmbeddingEndpoints
+    ollama: OllamaDialect
+    llama: LlamaDialect
 
 
 def routes(ends: EndpointSet) -> Sequence[RouteRow]:
@@ -116,6 +136,8 @@ def routes(ends: EndpointSet) -> Sequence[RouteRow]:
         *_vendor_routes(ends),
         *_response_routes(ends.responses),
         *_encoder_routes(ends.embeddings),
+        *_ollama_routes(ends.ollama),
+        *_llama_routes(ends.llama),
         *_native_routes(ends.native),
         *_expert_routes(ends.experts),
         *_ensemble_routes(ends.ensemble),
@@ -230,6 +252,58 @@ def _encoder_routes(ends: EmbeddingEndpoints) -> Sequence[RouteRow]:
     others = [("/rerank", rows[1]), ("/v2/rerank", rows[1]), ("/score", rows[2])]
     rows += [replace(row, path=path, documented=False) for path, row in others]
     return tuple(replace(row, headers=deadline) for row in rows)
+
+
+def _ollama_routes(ends: OllamaDialect) -> Sequence[RouteRow]:
+    answers = ollama_answers
+    chat = RouteReplies((answers.OllamaChatAnswer,), _OPENAI, lines=answers.OllamaChatAnswer)
+    text = RouteReplies(
+        (answers.OllamaGenerateAnswer,), _OPENAI, lines=answers.OllamaGenerateAnswer
+    )
+    listed = RouteReplies((answers.OllamaModelList,), _LOOK)
+    shown = RouteReplies((answers.OllamaShownModel,), _INFER)
+    version = RouteReplies((answers.OllamaVersion,), (401, 500))
+    embedded = RouteReplies((answers.OllamaEmbedAnswer,), _OPENAI)
+    old_embedded = RouteReplies((answers.OllamaOldEmbedAnswer,), _OPENAI)
+    return (
+        RouteRow(
+            _POST, "/api/chat", ends.ollama_chat, "ollama", chat, OllamaChatBody,
+            headers=_STEERING,
+        ),
+        RouteRow(
+            _POST, "/api/generate", ends.ollama_generate, "ollama", text, OllamaGenerateBody,
+            headers=_STEERING,
+        ),
+        RouteRow(_GET, "/api/tags", ends.ollama_tags, "ollama", listed),
+        RouteRow(_GET, "/api/ps", ends.ollama_ps, "ollama", listed),
+        RouteRow(_POST, "/api/show", ends.ollama_show, "ollama", shown, OllamaShowBody),
+        RouteRow(_GET, "/api/version", ends.ollama_version, "ollama", version),
+        RouteRow(_POST, "/api/embed", ends.ollama_embed, "ollama", embedded, OllamaEmbedBody),
+        RouteRow(
+            _POST, "/api/embeddings", ends.ollama_embeddings, "ollama", old_embedded,
+            OllamaOldEmbedBody, documented=False,
+        ),
+    )  # fmt: skip
+
+
+def _llama_routes(ends: LlamaDialect) -> Sequence[RouteRow]:
+    text = RouteReplies((LlamaCompletion,), _OPENAI, events={})
+    props = RouteReplies((LlamaProps,), (400, 403, *_FIND))
+    rendered = RouteReplies((RenderedTemplate,), _COUNT)
+    return (
+        RouteRow(
+            _POST, "/completion", ends.llama_completion, "llama.cpp", text, LlamaCompletionBody,
+            headers=_STEERING,
+        ),
+        RouteRow(
+            _POST, "/infill", ends.llama_infill, "llama.cpp", text, InfillBody, headers=_STEERING
+        ),
+        RouteRow(_GET, "/props", ends.llama_props, "llama.cpp", props, query=TokenizerQuery),
+        RouteRow(
+            _POST, "/apply-template", ends.apply_template, "llama.cpp", rendered,
+            ApplyTemplateBody,
+        ),
+    )  # fmt: skip
 
 
 def _native_routes(native: NativeEndpoints) -> Sequence[RouteRow]:
@@ -354,6 +428,8 @@ def described() -> Sequence[RouteRow]:
             EnsembleEndpoints(_NOBODY, 0),
             ResponsesDialect(_NOBODY, _NOBODY, _NOBODY, 0),
             EmbeddingEndpoints(_NOBODY, 0),
+            OllamaDialect(_NOBODY, 0),
+            LlamaDialect(_NOBODY, 0),
         )
     )
 

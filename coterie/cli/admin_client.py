@@ -1,4 +1,4 @@
-"""Asks a running server as its admin: where it is, with which key, and what it answers."""
+"""Asks a running server: where it is, with which key, and what it answers."""
 
 from __future__ import annotations
 
@@ -37,13 +37,18 @@ def ask(
     """The JSON answer of the server. `server`: settings of a file that name its address and its
     admin keys."""
     url = (args.url or _url(server or ServerSettings())).rstrip("/")
+    key = _key(args.admin_key_file or (server.admin_key_file if server else ""))
+    return fetched(url, path, key, method, body)
+
+
+def fetched(url: str, path: str, key: str = "", method: str = "GET", body: Any = None) -> Any:
+    """The JSON answer of the server at this URL."""
     request = urllib.request.Request(
         url + path,
         method=method,
         data=b"" if body is None and method != "GET" else _encoded(body),
         headers={"content-type": "application/json"},
     )
-    key = _key(args.admin_key_file or (server.admin_key_file if server else ""))
     if key:
         request.add_unredirected_header("authorization", f"Bearer {key}")
     try:

@@ -146,16 +146,18 @@ def _checked(path: Path) -> tuple[Config | None, list[str]]:
 def _snapshot(config: Config) -> EnsembleConfig:
     """What a server would use now. Raises ConfigError if an expert of a specialist is missing."""
     from coterie.core.snapshot import snapshot_of
+    from coterie.routing.resolve import check_targets
     from coterie.service.adapters.catalog import AdapterCatalog
     from coterie.service.adapters.fixed import fixed_adapters
     from coterie.service.build import registry_dir
     from coterie.service.config_check import expected_names
 
     names = expected_names(config)
-    if not any(item.adapters for item in config.specialists):
+    if not config.aliases and not any(item.adapters for item in config.specialists):
         return snapshot_of(config, names)
     catalog = AdapterCatalog(registry_dir())
     catalog.read_once()
+    check_targets(config.aliases, names, catalog)
     fixed = fixed_adapters(config, names, catalog)
     choices = {name: tuple(item.choice for item in stack) for name, stack in fixed.items()}
     return snapshot_of(config, names, choices)
@@ -192,6 +194,10 @@ def _shown(digest: str, settings: dict[str, Any], names: Sequence[str]) -> str:
     """As TOML, defaults included."""
     lines = [f"# digest {digest}"]
     for section, value in settings.items():
+        if section == "aliases":
+            lines += ["", "[aliases]"]
+            lines += [f'"{item["name"]}" = {written(item["target"])}' for item in value]
+            continue
         if not isinstance(value, (list, tuple)):
             lines += ["", f"[{section}]", *_table(value, section)]
             continue

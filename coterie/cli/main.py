@@ -19,6 +19,7 @@ from coterie.cli import (
     bench,
     carve,
     chat,
+    client_config,
     config,
     doctor,
     ensemble,
@@ -40,6 +41,7 @@ from coterie.core.errors import ConfigError, CoterieError, InvalidRequest
 COMMANDS: dict[str, ModuleType] = {
     "serve": serve,
     "config": config,
+    "client-config": client_config,
     "run": run,
     "chat": chat,
     "pull": pull,

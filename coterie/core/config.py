@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from coterie.core.adapters import DEFAULTS, AdapterSettings
+from coterie.core.aliases import AliasSettings, read_aliases
 from coterie.core.encoders import ENCODER, GENERATOR, KINDS, EncoderSettings
 from coterie.core.ensemble import (
     EnsembleSettings,
@@ -309,6 +310,7 @@ class Config:
     intents: tuple[IntentSettings, ...] = ()
     tenants: tuple[TenantSettings, ...] = ()
     tracing: TracingSettings = _TRACING
+    aliases: tuple[AliasSettings, ...] = ()
 
 
 _SECTIONS: dict[str, type[Any]] = {
@@ -324,11 +326,14 @@ _SECTIONS: dict[str, type[Any]] = {
     "intents": IntentSettings,
     "tenants": TenantSettings,
     "tracing": TracingSettings,
+    "aliases": AliasSettings,
 }
 # keys that were renamed since earlier versions
 _RENAMED: dict[type[Any], dict[str, str]] = {SpecialistSettings: {"experts": "moe"}}
 # sections that may appear several times
 _LISTS = ("specialists", "validators", "intents", "tenants")
+# the section whose keys are names of the operator's choice
+_ALIASES = "aliases"
 
 
 def load(path: Path | str | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -350,7 +355,9 @@ def load(path: Path | str | None = None, overrides: Mapping[str, Any] | None = N
         if name in _LISTS
         else _section(kind, tree.get(name, {}), name)
         for name, kind in _SECTIONS.items()
+        if name != _ALIASES
     }
+    sections[_ALIASES] = read_aliases(tree.get(_ALIASES, {}))
     every: tuple[SpecialistSettings, ...] = sections.pop("specialists")
     config = Config(
         **sections,
@@ -383,6 +390,8 @@ def file_faults(path: Path) -> list[ConfigError]:
                 try:
                     if kind is None:
                         refuse_unknown([name], _SECTIONS, "")
+                    elif name == _ALIASES:
+                        read_aliases({item: table[item]} if item else table)
                     elif name in _LISTS and not listed:
                         _tables(kind, value, name)
                     else:
@@ -522,6 +531,9 @@ def reference() -> str:
     for section, kind in (_SECTIONS | inner).items():
         title = f"[[{section}]]" if section in _LISTS else f"[{section}]"
         lines += ["", f"## {title}", "", (kind.__doc__ or "").strip(), ""]
+        if section == _ALIASES:
+            lines += ["```toml", "[aliases]", '"claude-*" = "auto"', "```"]
+            continue
         lines += ["| Key | Type | Default | Range | Meaning |", "|---|---|---|---|---|"]
         for item in fields(kind):
             rule = cast(SettingRule, item.metadata["rule"])

@@ -7,10 +7,12 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from urllib.parse import urlsplit
 
+from coterie.core.aliases import ModelAliases
 from coterie.core.config import Config, SpecialistSettings
 from coterie.core.encoders import ENCODER, STATIC, EncoderSettings
 from coterie.core.ensemble import RemoteSettings
 from coterie.core.errors import ConfigError
+from coterie.core.request import AUTO
 
 # keys of a specialist that mean nothing for an encoder
 _NOT_OF_ENCODERS = (
@@ -49,6 +51,23 @@ def reference_faults(
         if _DIGEST.fullmatch(tenant.name):
             text = f"tenants: {tenant.name!r} looks like the digest of a key; choose another name"
             yield ConfigError(text, param="tenants")
+    yield from _alias_faults(config, names)
+
+
+def _alias_faults(config: Config, names: Sequence[str]) -> Iterator[ConfigError]:
+    """Whether experts that a target names are installed is not known here."""
+    aliases = ModelAliases(config.aliases)
+    for item in config.aliases:
+        param = f"aliases.{item.name}"
+        if item.name in (AUTO, *names):
+            text = "is the name of a model, which it would always mean"
+            yield ConfigError(f"{param}: {text}", param=param)
+        base = item.target.partition(":")[0]
+        if item.target not in names and base not in (AUTO, *names):
+            further = aliases.target(item.target)
+            if further is not None:
+                text = f"{item.target!r} is an alias itself; write {further!r}"
+                yield ConfigError(f"{param}: {text}", param=param)
 
 
 def unserved_intents(config: Config) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
+from coterie.core.aliases import AliasSettings
 from coterie.core.config import Config, SpecialistSettings
 from coterie.core.ensemble import EnsembleSettings, IntentSettings, TenantSettings
 from coterie.core.plan import AdapterChoice
@@ -19,7 +20,7 @@ from coterie.core.request import EVERY_RIGHT, KeyRights, own_tenant
 from coterie.core.settings import RoutingSettings, ValidatorSettings
 
 # whole sections that a reload may change
-_SECTIONS = frozenset({"routing", "validators", "intents", "tenants"})
+_SECTIONS = frozenset({"routing", "validators", "intents", "tenants", "aliases"})
 # of [ensemble] all keys but these: they are used at start
 _ENSEMBLE_FIXED = frozenset({"router", "max_receipts"})
 # keys of a specialist that a reload may change
@@ -41,6 +42,7 @@ class EnsembleConfig:
     ensemble: EnsembleSettings = _ENSEMBLE
     routing: RoutingSettings = _ROUTING
     validators: tuple[ValidatorSettings, ...] = ()
+    aliases: tuple[AliasSettings, ...] = ()
     # the fixed adapters of specialists, with the digests that their names meant
     adapters: Mapping[str, tuple[AdapterChoice, ...]] = field(default_factory=dict)
     # by tenant; None = everybody has every right
@@ -89,6 +91,7 @@ def snapshot_of(
         ensemble=config.ensemble,
         routing=config.routing,
         validators=config.validators,
+        aliases=config.aliases,
         adapters=fixed,
         rights=rights,
         digest=digest_of(config, names, fixed),

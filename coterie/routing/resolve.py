@@ -8,11 +8,12 @@ import difflib
 import heapq
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coterie.core.adapters import DEFAULTS, MAX_STACK, MAX_WEIGHT, AdapterCard, AdapterProfile
-from coterie.core.errors import Forbidden, InvalidRequest, NotFound
+from coterie.core.aliases import NO_ALIASES, AliasSettings, ModelAliases
+from coterie.core.errors import ConfigError, Forbidden, InvalidRequest, NotFound
 from coterie.core.plan import AdapterChoice
 from coterie.core.quick_init import quick_init
 from coterie.core.request import AUTO, AdapterHint, RouteHints
@@ -70,7 +71,13 @@ class FixedStack:
 class NameResolver:
     """The first specialist answers requests that name none."""
 
-    def __init__(self, specialists: Sequence[Specialist], catalog: AdapterCatalog) -> None:
+    def __init__(
+        self,
+        specialists: Sequence[Specialist],
+        catalog: AdapterCatalog,
+        aliases: ModelAliases = NO_ALIASES,
+    ) -> None:
+        self.aliases = aliases
         self.specialists = {item.name: item for item in specialists}
         self.default = specialists[0].name
         self._catalog = catalog
@@ -81,7 +88,21 @@ class NameResolver:
         self._by_fingerprint = {base: tuple(names) for base, names in by_fingerprint.items()}
 
     def read(self, hints: RouteHints) -> RequestedNames:
-        return read(hints, self.specialists)
+        return read(self.named(hints), self.specialists)
+
+    def named(self, hints: RouteHints) -> RouteHints:
+        """The same hints, with the name that an alias means in place of the alias. A name that a
+        model has means that model."""
+        if not self.aliases or hints.model is None or self._is_known(hints.model):
+            return hints
+        target = self.aliases.target(hints.model)
+        return hints if target is None else replace(hints, model=target)
+
+    def _is_known(self, model: str) -> bool:
+        """Whether all its parts are names of specialists and installed adapters."""
+        if len(model) > MAX_CHARACTERS:
+            return False
+        return not unknown_parts(model, self.specialists, self._catalog)
 
     def resolve(self, hints: RouteHints) -> ResolvedRoute:
         """Refuses names that do not exist, and adapters that do not fit or cannot run together."""
@@ -344,6 +365,27 @@ def _base(model: str, specialists: Container[str]) -> tuple[str | None, str | No
             return None, model[end + 1 :]
         end = model.rfind(":", 0, end)
     return None, model
+
+
+def unknown_parts(
+    model: str, specialists: Container[str], catalog: AdapterCatalog
+) -> tuple[str, ...]:
+    """The parts of a model name that name no specialist and no installed adapter."""
+    _, rest = _base(model, specialists)
+    parts = () if rest is None else rest.split("+")
+    halves = [(part, *part.partition("@")) for part in parts]
+    return tuple(part for part, name, _, version in halves if not catalog.find(name, version))
+
+
+def check_targets(
+    aliases: Sequence[AliasSettings], specialists: Container[str], catalog: AdapterCatalog
+) -> None:
+    """Raises ConfigError for the first alias of a model that does not exist."""
+    for item in aliases:
+        unknown = unknown_parts(item.target, specialists, catalog)
+        if unknown:
+            param = f"aliases.{item.name}"
+            raise ConfigError(f"{param}: there is no model {unknown[0][:80]!r} here", param=param)
 
 
 def _check(hints: tuple[AdapterHint, ...]) -> None:

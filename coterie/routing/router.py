@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from coterie.core.adapters import AdapterCard, AdapterProfile
+from coterie.core.aliases import NO_ALIASES, ModelAliases
 from coterie.core.errors import InvalidRequest
 from coterie.core.plan import (
     AdapterChoice,
@@ -110,9 +111,10 @@ class Router:
         outcomes: OutcomeRates | None = None,
         matcher: Matcher | None = None,
         trained: TrainedRouter | None = None,
+        aliases: ModelAliases = NO_ALIASES,
     ) -> None:
         self._catalog = catalog or NoAdapters()
-        self._names = NameResolver(specialists, self._catalog)
+        self._names = NameResolver(specialists, self._catalog, aliases)
         self._settings = settings or RoutingSettings()
         self._outcomes = outcomes or NoOutcomes()
         self._matcher = matcher
@@ -140,6 +142,14 @@ class Router:
     @property
     def specialists(self) -> Mapping[str, Specialist]:
         return self._names.specialists
+
+    @property
+    def aliases(self) -> ModelAliases:
+        return self._names.aliases
+
+    def named(self, hints: RouteHints) -> RouteHints:
+        """The same hints, with the name that an alias means in place of the alias."""
+        return self._names.named(hints)
 
     def resolve(self, hints: RouteHints) -> ResolvedRoute:
         """By names only. Refuses names that do not exist and adapters that do not fit."""

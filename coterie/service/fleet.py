@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from coterie.core.adapters import AdapterCard
+from coterie.core.aliases import ModelAliases
 from coterie.core.config import Config
-from coterie.core.errors import ConfigError, Unavailable, UnsupportedFeature
+from coterie.core.errors import (
+    ConfigError,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    Unavailable,
+    UnsupportedFeature,
+)
 from coterie.core.request import AUTO, KeyRights, RouteHints
 from coterie.core.snapshot import snapshot_of
 from coterie.obs.log import log
@@ -23,7 +32,7 @@ from coterie.obs.tables import OWN_METRICS, adapter_series
 from coterie.routing.classify.trained import TrainedRouter
 from coterie.routing.classify.versions import read_current
 from coterie.routing.protocols import OutcomeRates
-from coterie.routing.resolve import FixedAdapter
+from coterie.routing.resolve import FixedAdapter, check_targets
 from coterie.routing.router import Router, Specialist
 from coterie.service.adapters.catalog import AdapterCatalog
 from coterie.service.adapters.fixed import check_base, fixed_adapters
@@ -194,7 +203,15 @@ class Fleet:
             for item in self._served.values()
         ]
         outcomes = self._routing.outcomes
-        router = Router(known, self.catalog, config.routing, outcomes, trained=trained)
+        router = Router(
+            known,
+            self.catalog,
+            config.routing,
+            outcomes,
+            trained=trained,
+            aliases=ModelAliases(config.aliases),
+        )
+        check_targets(config.aliases, names, self.catalog)
         return ServingSnapshot(snapshot_of(config, names, choices, rights), router, commands)
 
     def read_trained(self) -> TrainedRouter | None:
@@ -283,7 +300,8 @@ class Fleet:
     def cards(self, allowed: Collection[str] = ()) -> tuple[ModelCard, ...]:
         """The specialists, then the adapters that fit one, by name and alias. If there are
         adapters or several specialists, `auto` is listed too, so that users of a client can leave
-        the choice to the router. `allowed`: only these specialists; empty = all."""
+        the choice to the router; then the model aliases. `allowed`: only these specialists; empty =
+        all."""
         bases = tuple(
             ModelCard(item.name, item.created, item.context, item.model)
             for item in self._served.values()
@@ -298,11 +316,20 @@ class Fleet:
         first = bases[0] if bases else None
         several = bool(adapters) or len(bases) > 1
         routed = (replace(first, name=AUTO),) if several and first is not None else ()
-        return bases + adapters + routed
+        return bases + adapters + routed + tuple(self._alias_cards(tuple(allowed)))
+
+    def _alias_cards(self, allowed: tuple[str, ...]) -> Iterator[ModelCard]:
+        """Of the aliases without wildcards whose model can be used."""
+        for name in self.router.aliases.exact:
+            with suppress(NotFound, Forbidden, InvalidRequest):
+                yield self.card(name, allowed)
 
     def card(self, model: str | None, allowed: tuple[str, ...] = ()) -> ModelCard:
         route = self.router.resolve(RouteHints(model, allowed=allowed))
         base = self._served[route.specialist]
+        target = self.router.named(RouteHints(model)).model
+        if target != model:
+            return replace(self.card(target, allowed), name=str(model), root=str(target))
         if not route.adapters:
             name = AUTO if model == AUTO else base.name
             return ModelCard(name, base.created, base.context, base.model)

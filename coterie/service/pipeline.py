@@ -110,6 +110,11 @@ class PlannedRequest:
         return self.run.plan
 
     @property
+    def hints(self) -> RouteHints:
+        """What the caller asked for; the name that an alias means stands for it."""
+        return self.run.request.hints
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """None if another server answers: then tokens are not known here."""
         return self.run.served.tokenizer
@@ -234,6 +239,9 @@ class Pipeline:
             self.encoders.refuse_generation(request.hints.model)
             requested, snapshot = request.limits.priority, self._fleet.snapshot
             request = snapshot.within_rights(request)
+            hints = snapshot.router.named(request.hints)
+            if hints is not request.hints:
+                request = replace(request, hints=hints)
             run = self._steered(self._planner.plan(request, vendor, snapshot), vendor, receipt)
         except CoterieError as error:
             receipt.refused(error)
@@ -500,6 +508,10 @@ class Pipeline:
         for adapters in self._conversations.ahead(run.request):
             self._submitter.load_ahead(run.served, adapters, self._fleet.catalog)
         return finished
+
+    def named(self, hints: RouteHints) -> RouteHints:
+        """`hints` with the name that an alias means in place of the alias."""
+        return self._fleet.router.named(hints)
 
     def resolve(self, hints: RouteHints, prompt: Prompt | None = None) -> str:
         """The specialist that would answer now: by name only, or by the content of `prompt`."""

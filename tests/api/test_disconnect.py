@@ -18,6 +18,8 @@ from tests.helpers.serving.server_process import Served, chat
 
 CHAT = "/v1/chat/completions"
 LONG: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
+# the same where the end of a text cannot be ignored
+ENDLESS = {"type": "array", "items": {"type": "integer"}, "minItems": 900}
 
 
 class Client:
@@ -86,9 +88,10 @@ def given_back(served: Served, before: dict[str, float], within_s: float) -> boo
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/api/chat"])
 def test_one_that_vanishes_is_aborted(crowd_server: Served, stream: bool, path: str) -> None:
-    client = Client(crowd_server, chat(stream=stream, **LONG), path)
+    fields = LONG if path != "/api/chat" else {"format": ENDLESS}
+    client = Client(crowd_server, chat(stream=stream, **fields), path)
     while crowd_server.metric("vllm:num_requests_running") < 1:
         time.sleep(0.01)
     made = crowd_server.metric("vllm:generation_tokens_total")

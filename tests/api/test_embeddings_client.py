@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ollama
 import openai
 import psutil
 import pytest
@@ -107,6 +108,32 @@ def fresh_texts(count: int) -> list[str]:
 
 def fitting(encoders: Encoders, texts: list[str]) -> list[str]:
     return [text for text in texts if len(encoders.oracle.ids([text])[0]) <= 64]
+
+
+def test_ollamas_package(encoders: Encoders) -> None:
+    headers = {"authorization": f"Bearer {FULL}"}
+    with ollama.Client(host=encoders.served.url, headers=headers) as theirs:
+        _ollama_embeds(encoders, theirs)
+    refused: list[dict[str, Any]] = [
+        {"input": "the " * 500, "truncate": False}, {"input": []}, {"input": [1]}
+    ]  # fmt: skip
+    for fields in refused:
+        reply = encoders.served.post("/api/embed", {"model": "tiny-bert", **fields}, **headers)
+        assert reply.status == 400 and isinstance(reply.json["error"], str), reply.body
+
+
+def _ollama_embeds(encoders: Encoders, theirs: ollama.Client) -> None:
+    texts = fitting(encoders, fresh_texts(6))
+    answer = theirs.embed(model="tiny-bert:latest", input=texts)
+    found = np.asarray(answer.embeddings)
+    assert np.abs(found - encoders.oracle.embed(texts)).max() < TOLERANCE
+    assert answer.prompt_eval_count == sum(map(len, encoders.oracle.ids(texts)))
+    assert len(theirs.embed(model="tiny-bert", input="one", dimensions=8).embeddings[0]) == 8
+    (old,) = encoders.oracle.embed([texts[0]])
+    one = theirs.embeddings(model="tiny-bert", prompt=texts[0]).embedding
+    assert np.abs(np.asarray(one) - old).max() < TOLERANCE
+    # cut, as Ollama does, unless the caller forbids it
+    theirs.embed(model="tiny-bert", input="the " * 500)
 
 
 def test_fresh_texts_are_exact(encoders: Encoders, client: openai.OpenAI) -> None:

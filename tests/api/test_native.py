@@ -22,7 +22,7 @@ def test_tokenize_and_back(server: Served) -> None:
     assert [0, *plain["tokens"]] == there["tokens"]
     assert plain["token_strs"] is None
     back = server.post("/detokenize", {"model": "tiny", "tokens": plain["tokens"]}).json
-    assert back == {"prompt": text}
+    assert back == {"prompt": text, "content": text}
 
 
 def test_tokenize_a_chat(server: Served) -> None:

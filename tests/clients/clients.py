@@ -123,6 +123,9 @@ CLIENTS = (
     Client("claude-code", "claude_code.py", ("@anthropic-ai/claude-code@2.1.197",), npm=True),
     Client("openai-agents", "openai_agents_sdk.py", ("openai-agents==0.24.0", "openai==3.49.0")),
     Client("codex", "codex_agent.py", ("@openai/codex@0.166.0",), npm=True),
+    Client("ollama", "ollama_sdk.py", ("ollama==0.6.3",)),
+    Client("ollama-js", "ollama_js.mjs", ("ollama@0.6.4",), npm=True),
+    Client("continue", "continue_agent.py", ("@continuedev/cli@1.5.47",), npm=True),
     Client("aider", "aider_agent.py", ("aider-chat==0.86.2",)),
     Client("opencode", "opencode_agent.py", ("opencode-ai@1.18.18",), npm=True),
 )

@@ -46,7 +46,7 @@ class AnthropicDialect:
         planned = planned_answer(self.service, parsed.request, exchange)
         shape = MessageShape(
             id=parsed.request.id,
-            model=answering_name(parsed.request.hints, planned.plan),
+            model=answering_name(planned.hints, planned.plan),
             request_id=exchange.request_id,
             syntax=await answer_syntax_of(parsed, planned.tokenizer),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -86,14 +86,7 @@ class EmbeddingEndpoints:
     async def embeddings(self, request: Request) -> Response:
         """Embed texts or token ids: one vector each."""
         body = await parse(request, EmbeddingBody, self._max_body_bytes)
-        _refuse_fields(body.model_extra)
-        served, caller = self._find(request, body.model, ranks=False)
-        if body.dimensions is not None and body.dimensions > served.dim:
-            raise InvalidRequest(
-                f"dimensions: the vectors of `{served.name}` have {served.dim}", param="dimensions"
-            )
-        wanted = _embedding_inputs(body, served)
-        answer = await self._encode(request, served, wanted, caller)
+        served, answer = await self.encoded(request, body)
         name = served.name if body.model == "auto" else body.model
         as_base64 = body.encoding_format == "base64"
 
@@ -101,9 +94,20 @@ class EmbeddingEndpoints:
             vectors = shaped(answer.vectors, served.normalise, body.dimensions)
             return embedding_list(vectors, as_base64, name, answer.total_tokens)
 
-        is_small = answer.vectors.size <= INLINE_VALUES
-        raw = written() if is_small else await asyncio.to_thread(written)
-        return Response(raw, media_type=JSON)
+        return Response(await off_loop_if_large(answer, written), media_type=JSON)
+
+    async def encoded(
+        self, request: Request, body: EmbeddingBody
+    ) -> tuple[ServedEncoder, EncodeAnswer]:
+        """The encoder that the body names, and its vectors of all inputs."""
+        _refuse_fields(body.model_extra)
+        served, caller = self._find(request, body.model, ranks=False)
+        if body.dimensions is not None and body.dimensions > served.dim:
+            raise InvalidRequest(
+                f"dimensions: the vectors of `{served.name}` have {served.dim}", param="dimensions"
+            )
+        wanted = _embedding_inputs(body, served)
+        return served, await self._encode(request, served, wanted, caller)
 
     async def rerank(self, request: Request) -> Response:
         """Rank documents by how well they answer a query."""
@@ -166,6 +170,13 @@ class EmbeddingEndpoints:
         left, right = np.split(vectors, [len(pairs.first)])
         cosines = np.einsum("ij,ij->i", np.broadcast_to(left, right.shape), right)
         return cosines.tolist(), answer.total_tokens
+
+
+async def off_loop_if_large(answer: EncodeAnswer, written: Callable[[], bytes]) -> bytes:
+    """What `written` gives; on a thread where it takes long."""
+    if answer.vectors.size <= INLINE_VALUES:
+        return written()
+    return await asyncio.to_thread(written)
 
 
 def _embedding_inputs(body: EmbeddingBody, served: ServedEncoder) -> EncodeRequest:

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field
 from coterie.api.body import RequestBody
 from coterie.api.openai.types import TokenId
 
-_INT64 = 2**63 - 1
+INT64 = 2**63 - 1
 Ids = Annotated[list[TokenId], Field(min_length=1)]
 Texts = Annotated[list[str], Field(min_length=1)]
 
@@ -64,7 +64,7 @@ class EncodeFields(RequestBody):
 
     user: str | None = None
     # vLLM: the tokens that are kept, -1 = as many as the model reads
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=_INT64)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT64)
     truncation_side: Literal["left", "right"] | None = None
     # Jina and TEI: a flag; Cohere: which end is cut
     truncate: bool | Literal["NONE", "START", "END"] | None = None
@@ -76,7 +76,7 @@ class EmbeddingBody(EncodeFields):
     model: str = Field(min_length=1, max_length=512)
     input: str | Ids | Texts | Annotated[list[Ids], Field(min_length=1)]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(None, ge=1, le=_INT64)
+    dimensions: int | None = Field(None, ge=1, le=INT64)
     add_special_tokens: bool | None = None
 
 
@@ -94,10 +94,10 @@ class RerankBody(EncodeFields):
     model: str | None = Field(None, min_length=1, max_length=512)
     query: str | TextDocument
     documents: Annotated[list[str | TextDocument], Field(min_length=1)]
-    top_n: int | None = Field(None, ge=1, le=_INT64)
+    top_n: int | None = Field(None, ge=1, le=INT64)
     return_documents: bool | None = None
     # Cohere: tokens of a document that are kept
-    max_tokens_per_doc: int | None = Field(None, ge=1, le=_INT64)
+    max_tokens_per_doc: int | None = Field(None, ge=1, le=INT64)
 
 
 class ScoreBody(EncodeFields):

@@ -20,7 +20,7 @@ from coterie.api.errors import ANTHROPIC, encode
 from coterie.api.openai.parse import chat_prompt, tool_fields
 from coterie.api.openai.render import model_card
 from coterie.api.openai.types import DetokenizeBody, TokenizeBody, TokenizerQuery
-from coterie.core.errors import InvalidRequest
+from coterie.core.errors import InvalidRequest, UnsupportedFeature
 from coterie.core.request import Text
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ class NativeEndpoints:
         }
         if body.return_token_strs:
             payload["token_strs"] = await asyncio.to_thread(_token_texts, tokenizer, ids)
+        if body.with_pieces:
+            payload["tokens"] = await asyncio.to_thread(_pieces, tokenizer, ids)
         return answer(payload)
 
     async def detokenize(self, request: Request) -> Response:
@@ -108,7 +110,8 @@ class NativeEndpoints:
             message = f"{param}: the vocabulary has {tokenizer.vocab_size} tokens"
             raise InvalidRequest(message, param=param)
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special=False)
-        return answer({"prompt": text})
+        # llama.cpp's name for it too
+        return answer({"prompt": text, "content": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """The tokenizer's settings: special tokens, added tokens, chat template."""
@@ -120,8 +123,13 @@ class NativeEndpoints:
         return answer({"server_load": self.pipeline.num_open})
 
     async def _ids(self, body: TokenizeBody) -> list[int]:
-        if (body.prompt is None) == (body.messages is None):
+        if [body.prompt, body.messages, body.content].count(None) != 2:
             raise InvalidRequest("give either prompt or messages", param="prompt")
+        if not body.parse_special:
+            text = "parse_special: names of special tokens always mean these tokens here"
+            raise UnsupportedFeature(text, param="parse_special")
+        if body.content is not None:
+            return await self.pipeline.tokenise(body.model, Text(body.content, body.add_special))
         if body.messages is not None:
             prompt = replace(chat_prompt(body), tools=tool_fields(body.tools or ()))
             return await self.pipeline.tokenise(body.model, prompt)
@@ -196,6 +204,18 @@ def _shown(value: object) -> str:
 
 def _token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [tokenizer.decode([token], skip_special=False) for token in ids]
+
+
+def _pieces(tokenizer: Tokenizer, ids: list[int]) -> list[dict[str, Any]]:
+    """llama.cpp's: the text of each token, or its bytes if they are no text alone."""
+    return [{"id": token, "piece": _piece(tokenizer.token_bytes(token))} for token in ids]
+
+
+def _piece(data: bytes) -> str | list[int]:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
 
 
 def _openai_card(card: ModelCard) -> Any:

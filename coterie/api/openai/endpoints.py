@@ -68,10 +68,10 @@ class OpenAIDialect:
         shape = self._text_shape(body, answer_id, parts, planned[0])
         field = parts[0].format_field
         sources = []
-        for part, one in zip(parts, planned, strict=True):
+        for one in planned:
             # the answer has one name: that of its first prompt
             named = shape if one is planned[0] else None
-            events = events_of(self.service, one, exchange, part.request.hints, named)
+            events = events_of(self.service, one, exchange, named)
             sources.append(format_named(events, field))
         events = sources[0] if len(sources) == 1 else merged(sources, shape.num_choices)
         if body.stream:
@@ -85,7 +85,7 @@ class OpenAIDialect:
         return ChatShape(
             id=parsed.request.id,
             created=int(time.time()),
-            model=answering_name(parsed.request.hints, planned.plan),
+            model=answering_name(planned.hints, planned.plan),
             num_choices=body.n or 1,
             include_usage=includes_usage(body),
             continuous_usage=sends_usage(body),
@@ -110,7 +110,7 @@ class OpenAIDialect:
         return TextShape(
             id=answer_id,
             created=int(time.time()),
-            model=answering_name(first.hints, planned.plan),
+            model=answering_name(planned.hints, planned.plan),
             num_choices=body.n or 1,
             prompts=tuple(part.request.prompt for part in parts),
             tokenizer=planned.tokenizer,

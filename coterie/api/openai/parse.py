@@ -340,8 +340,7 @@ def tool_set_of(body: ChatBody) -> ToolSet | None:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice: there are no tools to choose", param="tool_choice")
         return None
-    tools = tuple(_tool(tool, f"tools.{index}") for index, tool in enumerate(body.tools))
-    check_tools(tools)
+    tools = tools_of(body.tools)
     if choice == "none":
         return None
     names = frozenset(tool.name for tool in tools)
@@ -357,10 +356,16 @@ def tool_set_of(body: ChatBody) -> ToolSet | None:
     return ToolSet(tools, names, required, not required if parallel is None else parallel)
 
 
-def tool_fields(specs: Sequence[ToolSpec]) -> tuple[dict[str, Any], ...]:
-    """The tools as the prompt shows them."""
+def tools_of(specs: Sequence[ToolSpec]) -> tuple[Tool, ...]:
+    """Checked, as each one and together."""
     tools = tuple(_tool(tool, f"tools.{index}") for index, tool in enumerate(specs))
     check_tools(tools)
+    return tools
+
+
+def tool_fields(specs: Sequence[ToolSpec]) -> tuple[dict[str, Any], ...]:
+    """The tools as the prompt shows them."""
+    tools = tools_of(specs)
     return ToolSet(tools, frozenset(tool.name for tool in tools)).fields() if tools else ()
 
 

@@ -225,10 +225,16 @@ class CompletionBody(CompletionFields):
 
 
 class TokenizeBody(RequestBody):
-    """Either `prompt` or `messages`. Without `model` the default model is used."""
+    """Either `prompt` or `messages`, or llama.cpp's `content`. Without `model` the default model is
+    used."""
 
     model: str | None = None
     prompt: str | None = None
+    # llama.cpp's fields
+    content: str | None = None
+    add_special: bool = False
+    with_pieces: bool = False
+    parse_special: bool = True
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     # None = yes for a prompt, no for messages, because templates write special tokens themselves
     add_special_tokens: bool | None = None

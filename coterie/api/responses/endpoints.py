@@ -41,7 +41,6 @@ from coterie.api.responses.render import (
     whole,
 )
 from coterie.api.responses.tools import ResponseTools, response_tools
-from coterie.api.responses.truncate import fitted
 from coterie.api.responses.types import (
     ItemQuery,
     ResponseBody,
@@ -56,6 +55,7 @@ from coterie.api.tools.read import (
     with_answer_grammar,
 )
 from coterie.api.transport.sse import Events, EventStream
+from coterie.api.truncate import fitted
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
 from coterie.core.events import Finished
 from coterie.core.job import JobSpec
@@ -168,7 +168,7 @@ class ResponsesDialect:
         parsed = received.parsed
         planned = planned_answer(self.service, parsed.request, exchange)
         syntax = await answer_syntax_of(parsed, planned.tokenizer)
-        name = answering_name(parsed.request.hints, planned.plan)
+        name = answering_name(planned.hints, planned.plan)
         shape = _shape(received, name, planned.plan.sampling, syntax)
         parsed = await with_answer_grammar(parsed, planned.tokenizer, syntax)
         events = tool_events(self.service, parsed, planned, exchange)
@@ -184,7 +184,9 @@ class ResponsesDialect:
 
     async def _submit(self, received: _Received, exchange: Exchange) -> Response:
         """Accept the request as a job with the id of the response."""
-        request, parsed = received.parsed.request, received.parsed
+        hints = self.service.named(received.parsed.request.hints)
+        request = replace(received.parsed.request, hints=hints)
+        parsed = replace(received.parsed, request=request)
         specialist = self.service.resolve(request.hints, request.prompt)
         tokenizer = self._tokenizer(specialist)
         syntax = await answer_syntax_of(parsed, tokenizer)

@@ -233,7 +233,7 @@ def tool_events(
     """The events of `parsed`. Its response format must already be the grammar of its tools."""
     grammar = parsed.request.response_format
     planned.set_format(grammar)
-    events = events_of(service, planned, exchange, parsed.request.hints, answer)
+    events = events_of(service, planned, exchange, answer)
     if parsed.tools is None or grammar is None:
         return format_named(events, parsed.format_field)
     return _blaming(events, parsed.tools, grammar, parsed.format_field)

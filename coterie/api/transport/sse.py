@@ -23,6 +23,8 @@ KEEPALIVE_S = 5.0
 # from then on it is noticed at once that a client has disconnected
 WATCH_AFTER_S = 0.01
 
+NDJSON = "application/x-ndjson"
+
 Events = AsyncGenerator[Event, None]
 
 
@@ -184,6 +186,12 @@ class EventStream(Response):
                 await self._write(self.renderer.keepalive, send)
                 quiet_s = 0.0
             await asyncio.sleep(KEEPALIVE_S - quiet_s)
+
+
+class LineStream(EventStream):
+    """The same as JSON objects, one on each line."""
+
+    media_type = NDJSON
 
 
 def refuse(event: Event) -> None:

@@ -129,6 +129,11 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._added and self._added[token_id].special
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token that the vocabulary holds whole."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
     @cached_property
     def special_ids(self) -> dict[str, int]:
         """Tokens that are not text, by name."""

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
-from tried import LONG_MODEL, LONG_URL, MODEL, SENTENCE, URL, program, tried
+from tried import LONG_MODEL, LONG_URL, MODEL, SENTENCE, URL, client_config, program, tried
 
 CODEX = Path(os.environ["CLIENT_HOME"]) / "node_modules" / ".bin" / "codex"
-SETTINGS = """\
-model = "{model}"
-model_provider = "coterie"
-model_context_window = {context}
-approval_policy = "never"
-sandbox_mode = "read-only"
-[model_providers.coterie]
-name = "Coterie"
-base_url = "{url}/v1"
-wire_api = "responses"
-request_max_retries = 0
-stream_max_retries = 0
-"""
+# before and after what `coterie client-config` prints
+BEFORE = 'approval_policy = "never"\nsandbox_mode = "read-only"\n'
+AFTER = "request_max_retries = 0\nstream_max_retries = 0\n"
 
 
 def codex(folder: str, *words: str, passing: tuple[int, ...] = (0,)) -> str:
@@ -29,13 +20,15 @@ def codex(folder: str, *words: str, passing: tuple[int, ...] = (0,)) -> str:
     return program(command, passing=passing, CODEX_HOME=folder)
 
 
-def configured(folder: str, model: str, url: str, context: int) -> None:
-    text = SETTINGS.format(model=model, url=url, context=context)
+def configured(folder: str, model: str, url: str) -> None:
+    text = BEFORE + client_config("codex", url, model) + AFTER
+    # of the default model Codex is told more than it has: its own prompt does not fit
+    text = re.sub(r"model_context_window = \d+", "model_context_window = 80000", text)
     (Path(folder) / "config.toml").write_text(text)
 
 
 with tempfile.TemporaryDirectory(prefix="codex-home-", dir=os.environ["CLIENT_HOME"]) as home:
-    configured(home, LONG_MODEL, LONG_URL, 80_000)
+    configured(home, LONG_MODEL, LONG_URL)
 
     @tried("turn")
     def _() -> str:
@@ -52,7 +45,7 @@ with tempfile.TemporaryDirectory(prefix="codex-home-", dir=os.environ["CLIENT_HO
     @tried("too long")
     def _() -> str:
         # Codex's own prompt does not fit the default model
-        configured(home, MODEL, URL, 80_000)
+        configured(home, MODEL, URL)
         printed = codex(home, "--json", "What is the capital of France?", passing=(1,))
         assert "context_length_exceeded" in printed, printed
         return "context_length_exceeded"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -69,6 +70,15 @@ def raised(kind: type[BaseException], function: Callable[[], Any]) -> Any:
 def spoken(text: Any) -> str:
     assert isinstance(text, str) and text.strip(), f"no text: {text!r}"
     return text.strip()
+
+
+def client_config(client: str, url: str, model: str) -> str:
+    """What `coterie client-config` prints; in the environment of the repository."""
+    command = [sys.executable, "-m", "coterie", "client-config", client]
+    done = subprocess.run(
+        [*command, "--url", url, "--model", model], capture_output=True, text=True, check=True
+    )
+    return done.stdout
 
 
 def program(command: list[str], *, passing: tuple[int, ...] = (0,), **environment: str) -> str:

@@ -1,4 +1,5 @@
-"""`truncation: auto`: leaves out the oldest turns of a conversation that does not fit the context.
+"""Leaves out the oldest turns of a conversation that does not fit the context, for the dialects
+that let a request ask for it.
 
 A turn is a message of the user and all that follows it up to the next one. System messages at the
 start and the last turn stay.
@@ -18,13 +19,17 @@ from coterie.core.request import Chat, InferenceRequest
 ANSWER_SHARE = 8
 
 
-async def fitted(service: DialectPipeline, request: InferenceRequest) -> InferenceRequest:
+async def fitted(
+    service: DialectPipeline, request: InferenceRequest, field: str = "truncation"
+) -> InferenceRequest:
     """The request without the turns that do not fit. If its last turn alone is too long, nothing
-    else is left, and the request is refused as any other that is too long."""
+    else is left, and the request is refused as any other that is too long. `field`: what asked for
+    it in the body."""
     chat = request.prompt
     assert isinstance(chat, Chat)
     specialist = service.resolve(request.hints, chat)
     context = service.model(specialist).max_model_len
+    context = min(context, request.limits.context_size or context)
     room = context - (request.limits.max_tokens or context // ANSWER_SHARE)
     starts = _turns(chat)
 
@@ -37,7 +42,7 @@ async def fitted(service: DialectPipeline, request: InferenceRequest) -> Inferen
             # it is so long that it was not counted
             return False
         except UnsupportedFeature as error:
-            raise with_param_name(error, error.param or "", "truncation") from None
+            raise with_param_name(error, error.param or "", field) from None
 
     if not starts or await fits(0):
         return request

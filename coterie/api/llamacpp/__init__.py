@@ -1,0 +1,1 @@
+"""The dialect of llama.cpp's server: completion, infill, properties, templates."""

@@ -1,0 +1,1 @@
+"""The dialect of Ollama: chat, generate, and what models there are."""

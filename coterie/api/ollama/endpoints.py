@@ -1,0 +1,252 @@
+"""The Ollama endpoints: parse the body, run it through the pipeline, write the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from coterie import __version__
+from coterie.api.body import parse
+from coterie.api.dialect import (
+    ParsedRequest,
+    PlannedAnswer,
+    WholeAnswer,
+    answering_name,
+    caller_of,
+    planned_answer,
+)
+from coterie.api.door import Exchange, exchange_of, new_id
+from coterie.api.embeddings.endpoints import EmbeddingEndpoints, off_loop_if_large
+from coterie.api.embeddings.types import EmbeddingBody
+from coterie.api.errors import encode
+from coterie.api.ollama import render
+from coterie.api.ollama.models import known_name, list_fields, running_fields, show_fields
+from coterie.api.ollama.parse import check_context, parse_chat, parse_generate
+from coterie.api.ollama.render import OllamaShape, OllamaStream
+from coterie.api.ollama.types import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaFields,
+    OllamaGenerateBody,
+    OllamaOldEmbedBody,
+    OllamaShowBody,
+)
+from coterie.api.tools.read import TEXT_ONLY, AnswerSyntax, answer_syntax_of, with_answer_grammar
+from coterie.api.tools.read import tool_events as events_with_format
+from coterie.api.transport.sse import LineStream
+from coterie.api.truncate import ANSWER_SHARE, fitted
+from coterie.core.errors import InvalidRequest, UnsupportedFeature
+from coterie.core.request import AUTO, Chat, InferenceRequest, Tokens
+from coterie.models.text.fill import GapText, fill_prompt
+from coterie.service.encoders.service import shaped
+
+if TYPE_CHECKING:
+    from coterie.service.pipeline import Pipeline
+
+JSON = "application/json"
+# the release of Ollama whose API this is; clients compare it with the oldest that they work with
+OLLAMA_VERSION = "0.12.11"
+# a message has this many tokens beside its text, or fewer
+_TURN_TOKENS = 64
+
+
+class OllamaDialect:
+    def __init__(self, service: Pipeline, max_body_bytes: int) -> None:
+        self.service = service
+        self.max_body_bytes = max_body_bytes
+        self._encoders = EmbeddingEndpoints(service, max_body_bytes)
+
+    async def ollama_chat(self, request: Request) -> Response:
+        """Answer a conversation, whole or as lines of JSON."""
+        body = await parse(request, OllamaChatBody, self.max_body_bytes)
+        exchange = exchange_of(request.scope)
+        name = self._known(body.model, exchange)
+        if not body.messages:
+            return self._loaded(body, name, exchange)
+        parsed = parse_chat(body, name, caller_of(request), new_id("chat-"))
+        parsed = await self._shortened(body, parsed)
+        return await self._answer(body, parsed, parsed, exchange)
+
+    async def ollama_generate(self, request: Request) -> Response:
+        """Answer a prompt, whole or as lines of JSON."""
+        body = await parse(request, OllamaGenerateBody, self.max_body_bytes)
+        exchange = exchange_of(request.scope)
+        name = self._known(body.model, exchange)
+        parsed = parse_generate(body, name, caller_of(request), new_id("gen-"))
+        if not body.prompt and not body.suffix:
+            return self._loaded(body, name, exchange)
+        if body.suffix:
+            parsed = await self._filling(parsed, body.prompt or "", body.suffix)
+        prompted = await self._continued(parsed, body.context) if body.context else parsed
+        return await self._answer(body, parsed, prompted, exchange)
+
+    async def ollama_tags(self, request: Request) -> Response:
+        """List the models."""
+        return _json(list_fields(self.service, exchange_of(request.scope).tenant))
+
+    async def ollama_ps(self, request: Request) -> Response:
+        """List the models that are in memory."""
+        return _json(running_fields(self.service, exchange_of(request.scope).tenant))
+
+    async def ollama_show(self, request: Request) -> Response:
+        """Describe one model."""
+        body = await parse(request, OllamaShowBody, self.max_body_bytes)
+        exchange = exchange_of(request.scope)
+        if (name := body.model or body.name) is None:
+            raise InvalidRequest("model: is required", param="model")
+        known = self._known(name, exchange)
+        return _json(show_fields(self.service, known, exchange.tenant))
+
+    async def ollama_version(self, request: Request) -> Response:
+        """The release of Ollama whose API this is."""
+        return _json({"version": OLLAMA_VERSION, "coterie": __version__})
+
+    async def ollama_embed(self, request: Request) -> Response:
+        """Embed texts: one vector each."""
+        body = await parse(request, OllamaEmbedBody, self.max_body_bytes)
+        cut = body.truncate is not False
+        wanted = self._embedding(body.model, body.input, cut, body.dimensions)
+        began = time.perf_counter_ns()
+        served, answer = await self._encoders.encoded(request, wanted)
+
+        def written() -> bytes:
+            vectors = shaped(answer.vectors, served.normalise, body.dimensions)
+            return encode(
+                {
+                    "model": body.model,
+                    "embeddings": vectors.tolist(),
+                    "total_duration": time.perf_counter_ns() - began,
+                    "load_duration": 0,
+                    "prompt_eval_count": answer.total_tokens,
+                }
+            )
+
+        return Response(await off_loop_if_large(answer, written), media_type=JSON)
+
+    async def ollama_embeddings(self, request: Request) -> Response:
+        """Embed one text; Ollama's older form."""
+        body = await parse(request, OllamaOldEmbedBody, self.max_body_bytes)
+        wanted = self._embedding(body.model, body.prompt, True, None)
+        served, answer = await self._encoders.encoded(request, wanted)
+        vectors = shaped(answer.vectors, served.normalise, None)
+        return _json({"embedding": vectors[0].tolist()})
+
+    def _embedding(
+        self, model: str, texts: str | list[str], cut: bool, dimensions: int | None
+    ) -> EmbeddingBody:
+        fields = {"model": model.removesuffix(":latest"), "input": texts, "truncate": cut}
+        return EmbeddingBody.model_validate(fields | {"dimensions": dimensions})
+
+    def _known(self, name: str, exchange: Exchange) -> str:
+        exchange.model = name
+        return known_name(self.service, name, exchange.tenant)
+
+    def _loaded(self, body: OllamaFields, name: str, exchange: Exchange) -> Response:
+        """A request without a prompt loads a model, or unloads it."""
+        self.service.model(name, exchange.tenant)
+        if body.keep_alive in (0, "0", "0s"):
+            raise UnsupportedFeature(
+                "keep_alive: models stay loaded while this server runs", param="keep_alive"
+            )
+        generates = isinstance(body, OllamaGenerateBody)
+        shape = OllamaShape("", body.model, name, name, is_generate=generates)
+        return Response(render.loaded(shape), media_type=JSON)
+
+    async def _shortened(self, body: OllamaChatBody, parsed: ParsedRequest) -> ParsedRequest:
+        """Without the oldest turns, if they do not fit; Ollama's default."""
+        if body.truncate is False or not self._may_be_long(parsed.request):
+            return parsed
+        try:
+            request = await fitted(self.service, parsed.request, "truncate")
+        except UnsupportedFeature:
+            # the tokens of a model on another server are not known: that one says if it fits
+            if body.truncate:
+                raise
+            return parsed
+        return replace(parsed, request=request)
+
+    def _may_be_long(self, request: InferenceRequest) -> bool:
+        """A token has at least one byte: most chats fit, and need not be counted."""
+        chat = request.prompt
+        assert isinstance(chat, Chat)
+        if chat.tools:
+            return True
+        smallest = min((item.context for item in self.service.fleet.served.values()), default=0)
+        room = min(smallest, request.limits.context_size or smallest)
+        room -= request.limits.max_tokens or room // ANSWER_SHARE
+        size = sum(len(turn.content.encode()) + _TURN_TOKENS for turn in chat.messages)
+        return size > room
+
+    async def _filling(self, parsed: ParsedRequest, before: str, after: str) -> ParsedRequest:
+        specialist = self.service.resolve(parsed.request.hints)
+        tokenizer = self.service.tokenizer(specialist)
+        context, gap = self.service.model(specialist).max_model_len, GapText(before, after)
+        ids = await asyncio.to_thread(fill_prompt, tokenizer, gap, context, "suffix")
+        return self._with_tokens(parsed, specialist, ids)
+
+    async def _continued(self, parsed: ParsedRequest, context: list[int]) -> ParsedRequest:
+        """The new turn after the tokens of the ones before."""
+        prompt = parsed.request.prompt
+        specialist = self.service.resolve(parsed.request.hints, prompt)
+        ids = await self.service.tokenise(specialist, prompt)
+        return self._with_tokens(parsed, specialist, (*context, *ids))
+
+    def _with_tokens(
+        self, parsed: ParsedRequest, specialist: str, ids: tuple[int, ...]
+    ) -> ParsedRequest:
+        """The request with its prompt as tokens of this specialist, which then has to answer."""
+        hints = self.service.named(parsed.request.hints)
+        if hints.model == AUTO and not hints.adapters:
+            hints = replace(hints, model=specialist)
+        return replace(parsed, request=replace(parsed.request, prompt=Tokens(ids), hints=hints))
+
+    async def _answer(
+        self, body: OllamaFields, parsed: ParsedRequest, prompted: ParsedRequest, exchange: Exchange
+    ) -> Response:
+        """`parsed` is the request as a chat where it is one, `prompted` the one that runs."""
+        planned = planned_answer(self.service, prompted.request, exchange)
+        self._check(body, planned)
+        syntax = await self._syntax(parsed, planned)
+        shape = OllamaShape(
+            parsed.request.id,
+            body.model,
+            parsed.request.hints.model or "",
+            answering_name(planned.hints, planned.plan),
+            is_generate=isinstance(body, OllamaGenerateBody),
+            logprobs=bool(body.logprobs),
+            with_context=_sends_context(body, planned),
+            syntax=syntax,
+        )
+        prompted = await with_answer_grammar(prompted, planned.tokenizer, syntax)
+        events = events_with_format(self.service, prompted, planned, exchange, shape)
+        if parsed.stream:
+            return LineStream(events, OllamaStream(shape), exchange)
+        return WholeAnswer(events, 1, partial(render.whole, shape), exchange)
+
+    def _check(self, body: OllamaFields, planned: PlannedAnswer) -> None:
+        """What depends on the model."""
+        specialist, tokenizer = planned.plan.specialist, planned.tokenizer
+        check_context(body.options, self.service.model(specialist).max_model_len, specialist)
+        if body.think and tokenizer is not None and tokenizer.reasoning is None:
+            raise UnsupportedFeature(f'"{body.model}" does not support thinking', param="think")
+
+    async def _syntax(self, parsed: ParsedRequest, planned: PlannedAnswer) -> AnswerSyntax:
+        if not isinstance(parsed.request.prompt, Chat):
+            return TEXT_ONLY
+        return await answer_syntax_of(parsed, planned.tokenizer)
+
+
+def _sends_context(body: OllamaFields, planned: PlannedAnswer) -> bool:
+    if not isinstance(body, OllamaGenerateBody) or body.raw or body.suffix:
+        return False
+    return planned.tokenizer is not None
+
+
+def _json(payload: object) -> Response:
+    return Response(encode(payload), media_type=JSON)
