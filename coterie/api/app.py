@@ -23,6 +23,10 @@ from coterie.api.admin.ensemble import EnsembleEndpoints
 from coterie.api.admin.experts import ExpertEndpoints
 from coterie.api.anthropic.endpoints import AnthropicDialect
 from coterie.api.auth import OriginCheck, check_exposure, exposed_key_files, load_keys
+from coterie.api.batches.anthropic import MessageBatchEndpoints
+from coterie.api.batches.calls import EndpointCalls
+from coterie.api.batches.files import FileEndpoints
+from coterie.api.batches.openai import BatchEndpoints
 from coterie.api.door import (
     INFERENCE_PATHS,
     MAX_PATH,
@@ -121,6 +125,8 @@ def create_app(
     body_reader = InferBodyReader(UserRate(server.user_rate), seconds)
     rows = routes(_endpoints(pipeline, body_reader, server, reloader))
     add_routes(app, rows)
+    # the requests of batches are answered by the same endpoints
+    pipeline.batches.connect(EndpointCalls(app, rows, server.max_body_bytes))
     # the gRPC server uses the same ones
     app.state.body_reader, app.state.keys = body_reader, keys
     # SIGHUP uses it
@@ -185,6 +191,9 @@ def _endpoints(
         EmbeddingEndpoints(pipeline, limit),
         OllamaDialect(pipeline, limit),
         LlamaDialect(pipeline, limit),
+        FileEndpoints(pipeline.batches.files),
+        BatchEndpoints(pipeline.batches, limit),
+        MessageBatchEndpoints(pipeline.batches, limit),
     )
 
 

@@ -101,15 +101,18 @@ _receiving = _Receiving()
 
 
 async def read_json(request: Request, limit_bytes: int) -> bytes:
-    """The body of a request whose content type is JSON or not given.
+    """The body of a request whose content type is JSON or not given."""
+    require_json(request)
+    return await read(request, limit_bytes)
 
-    A web page of any origin can post texts and forms without a preflight request, but not JSON.
-    """
+
+def require_json(request: Request) -> None:
+    """Refuse a content type other than JSON. A web page of any origin can post texts and forms
+    without a preflight request, but not JSON."""
     kind = _header(request, b"content-type").partition(";")[0].strip().lower()
     if kind and kind != "application/json" and not _JSON_KIND.fullmatch(kind):
         hint = "; curl: add -H 'content-type: application/json'" if kind == _FORM else ""
         raise UnsupportedMediaType(f"send the body as 'content-type: application/json'{hint}")
-    return await read(request, limit_bytes)
 
 
 _FORM = "application/x-www-form-urlencoded"
@@ -129,7 +132,7 @@ async def read(request: Request, limit_bytes: int) -> bytes:
     declared = _header(request, b"content-length")
     # the server has checked that it is a number; the count below is the real protection
     if declared.isascii() and declared.isdigit() and int(declared[:19]) > limit_bytes:
-        await _pass_over(request)
+        await pass_over(request)
         raise _too_large(limit_bytes)
     whole = whole_body(request.receive)
     if whole is not None:
@@ -151,7 +154,7 @@ async def read(request: Request, limit_bytes: int) -> bytes:
                 chunk, is_last = message.get("body", b""), not message.get("more_body", False)
                 if size + len(chunk) > limit_bytes:
                     if not is_last:
-                        await _pass_over(request)
+                        await pass_over(request)
                     raise _too_large(limit_bytes)
                 _receiving.add(len(chunk), limit_bytes)
                 size += len(chunk)
@@ -163,7 +166,7 @@ async def read(request: Request, limit_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
-async def _pass_over(request: Request) -> None:
+async def pass_over(request: Request) -> None:
     """Read and drop the rest for a while: most clients send the whole body before they read the
     answer."""
     if "expect" in request.headers:

@@ -113,16 +113,14 @@ class CallerInfo:
     urgency: int | None = None
     timeout_s: float | None = None
     intent: str = ""
+    max_priority: int = MAX_PRIORITY
 
     def priority(self, urgency: int | None) -> int:
         """The priority from `urgency` of the body, which overrides the header. Here higher is
         sooner and 5 is the default. The pipeline limits it to the rights of the key."""
         given = self.urgency if urgency is None else urgency
-        return (
-            DEFAULT_PRIORITY
-            if given is None
-            else min(max(DEFAULT_PRIORITY - given, 0), MAX_PRIORITY)
-        )
+        wanted = DEFAULT_PRIORITY if given is None else max(DEFAULT_PRIORITY - given, 0)
+        return min(wanted, self.max_priority)
 
     def session_key(self, own: str | None, *users: str | None) -> str | None:
         """The first value that is given: the key in the body, the header, the user."""
@@ -147,7 +145,8 @@ _CALLER_HEADERS = frozenset(
 def caller_of(request: Request) -> CallerInfo:
     exchange = exchange_of(request.scope)
     if _CALLER_HEADERS.isdisjoint([name for name, _ in request.scope["headers"]]):
-        return CallerInfo(exchange.tenant, exchange.arrived_at)
+        most = exchange.max_priority
+        return CallerInfo(exchange.tenant, exchange.arrived_at, max_priority=most)
     headers = request.headers
     timeout_ms = _number(headers, "x-deadline-ms", 1, MAX_DEADLINE_MS)
     urgency = _number(headers, "x-vllm-priority", -(2**31), 2**31)
@@ -158,6 +157,7 @@ def caller_of(request: Request) -> CallerInfo:
         urgency=None if urgency is None else int(urgency),
         timeout_s=None if timeout_ms is None else timeout_ms / 1000,
         intent=_intent(headers),
+        max_priority=exchange.max_priority,
     )
 
 

@@ -22,6 +22,7 @@ from coterie.api.auth import OPEN_TENANT, AccessKeys, OriginCheck
 from coterie.core.errors import CoterieError, InternalError
 from coterie.core.plan import RoutePlan
 from coterie.core.receipt import Receipt, reason_of
+from coterie.core.request import MAX_PRIORITY
 from coterie.obs.log import log
 from coterie.obs.tracing.spans import RequestTrace
 from coterie.obs.tracing.tracer import RequestTracer
@@ -58,6 +59,7 @@ MAX_PATH, MAX_REASONS = 128, 1024
 _OPENAI_PATHS = (
     "/v1/chat/completions", "/v1/chat", "/v1/completions", "/v1/responses", "/v1/infer", "/v1/jobs",
     "/v1/experts", "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score",
+    "/v1/files", "/v1/batches",
 )  # fmt: skip
 
 
@@ -112,6 +114,8 @@ class Exchange:
     headers_of: Callable[[int, AnswerHeaders], AnswerHeaders] | None = None
     # the receipt; None until the request is admitted or refused
     receipt: Receipt | None = None
+    # a request of a batch may not be more urgent
+    max_priority: int = MAX_PRIORITY
     # makes the receipt of a request that is refused before it is planned; None if none is due
     refusals: RefusalReceipts | None = None
     # None if it is not traced

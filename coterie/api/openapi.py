@@ -31,7 +31,7 @@ _WHY = {
     404: "No such model, expert or job",
     409: "Done already",
     413: "The body is too large",
-    415: "The body does not say that it is JSON",
+    415: "The body does not say that it is JSON, or a form where one is wanted",
     421: "Sent to a host name that is not this server's",
     429: "The queue is full, or the user's rate is spent; Retry-After says when to come again",
     500: "The server failed",
@@ -111,6 +111,9 @@ def _operation(row: RouteRow, method: str) -> dict[str, Any]:
         if row.takes_file:
             content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
         operation["requestBody"] = {"required": True, "content": content}
+    if row.form is not None:
+        form = {"multipart/form-data": {"schema": _ref(row.form)}}
+        operation["requestBody"] = {"required": True, "content": form}
     operation["responses"] = _responses(row)
     return operation
 
@@ -227,7 +230,8 @@ def _ref(kind: type[Any]) -> dict[str, Any]:
 
 
 def _schemas(rows: Sequence[RouteRow]) -> dict[str, Any]:
-    bodies = dict.fromkeys(row.body for row in rows if row.body is not None)
+    given = [kind for row in rows for kind in (row.body, row.form)]
+    bodies = dict.fromkeys(kind for kind in given if kind is not None)
     answers = dict.fromkeys(kind for row in rows for kind in _written(row.replies))
     adapters: list[Any] = [(kind, "validation", TypeAdapter(kind)) for kind in bodies]
     adapters += [(kind, "serialization", TypeAdapter(kind)) for kind in answers]
@@ -299,3 +303,5 @@ class RouteRow:
     documented: bool = True
     # the body may also be the bytes of a file
     takes_file: bool = False
+    # the body is a multipart form, not JSON
+    form: type[BaseModel] | None = None

@@ -32,6 +32,25 @@ from coterie.api.admin.experts import (
 )
 from coterie.api.anthropic.endpoints import AnthropicDialect
 from coterie.api.anthropic.types import CountBody, MessagesBody
+from coterie.api.batches.anthropic import MessageBatchEndpoints
+from coterie.api.batches.files import FileEndpoints
+from coterie.api.batches.openai import BatchEndpoints
+from coterie.api.batches.types import (
+    BatchBody,
+    BatchList,
+    BatchObject,
+    BatchQuery,
+    DeletedFile,
+    DeletedMessageBatchObject,
+    FileForm,
+    FileList,
+    FileObject,
+    FileQuery,
+    MessageBatchBody,
+    MessageBatchList,
+    MessageBatchObject,
+    MessageBatchQuery,
+)
 from coterie.api.embeddings.endpoints import EmbeddingEndpoints
 from coterie.api.embeddings.types import EmbeddingBody, RerankBody, ScoreBody
 from coterie.api.llamacpp.endpoints import LlamaDialect
@@ -127,6 +146,9 @@ class EndpointSet:
     embeddings: EmbeddingEndpoints
     ollama: OllamaDialect
     llama: LlamaDialect
+    files: FileEndpoints
+    batches: BatchEndpoints
+    message_batches: MessageBatchEndpoints
 
 
 def routes(ends: EndpointSet) -> Sequence[RouteRow]:
@@ -138,6 +160,9 @@ def routes(ends: EndpointSet) -> Sequence[RouteRow]:
         *_encoder_routes(ends.embeddings),
         *_ollama_routes(ends.ollama),
         *_llama_routes(ends.llama),
+        *_file_routes(ends.files),
+        *_batch_routes(ends.batches),
+        *_message_batch_routes(ends.message_batches),
         *_native_routes(ends.native),
         *_expert_routes(ends.experts),
         *_ensemble_routes(ends.ensemble),
@@ -306,6 +331,61 @@ def _llama_routes(ends: LlamaDialect) -> Sequence[RouteRow]:
     )  # fmt: skip
 
 
+def _file_routes(ends: FileEndpoints) -> Sequence[RouteRow]:
+    one = "/v1/files/{file_id}"
+    uploaded = RouteReplies((FileObject,), (400, 401, 413, 415, 429, 500, 503))
+    listed = RouteReplies((FileList,), (400, *_LOOK))
+    shown = RouteReplies((FileObject,), _FIND)
+    content = RouteReplies(refusals=_FIND, media_type="application/octet-stream")
+    deleted = RouteReplies((DeletedFile,), _FIND)
+    return (
+        RouteRow(_POST, "/v1/files", ends.upload_file, "openai", uploaded, form=FileForm),
+        RouteRow(_GET, "/v1/files", ends.list_files, "openai", listed, query=FileQuery),
+        RouteRow(_GET, one, ends.get_file, "openai", shown),
+        RouteRow(_DELETE, one, ends.delete_file, "openai", deleted),
+        RouteRow(_GET, one + "/content", ends.file_content, "openai", content),
+    )
+
+
+def _batch_routes(ends: BatchEndpoints) -> Sequence[RouteRow]:
+    one = "/v1/batches/{batch_id}"
+    created = RouteReplies((BatchObject,), (400, 401, 404, 413, 429, 500, 503))
+    listed = RouteReplies((BatchList,), (400, *_LOOK))
+    shown = RouteReplies((BatchObject,), _FIND)
+    ended = RouteReplies((BatchObject,), (409, *_FIND))
+    return (
+        RouteRow(_POST, "/v1/batches", ends.create_batch, "openai", created, BatchBody),
+        RouteRow(_GET, "/v1/batches", ends.list_batches, "openai", listed, query=BatchQuery),
+        RouteRow(_GET, one, ends.get_batch, "openai", shown),
+        RouteRow(_POST, one + "/cancel", ends.cancel_batch, "openai", ended),
+    )
+
+
+def _message_batch_routes(ends: MessageBatchEndpoints) -> Sequence[RouteRow]:
+    all_of_them = "/v1/messages/batches"
+    one = all_of_them + "/{batch_id}"
+    find = (401, 404, 500, 529)
+    created = RouteReplies((MessageBatchObject,), (400, 401, 413, 429, 500, 529))
+    listed = RouteReplies((MessageBatchList,), (400, 401, 500, 529))
+    shown = RouteReplies((MessageBatchObject,), find)
+    ended = RouteReplies((MessageBatchObject,), (409, *find))
+    deleted = RouteReplies((DeletedMessageBatchObject,), (400, *find))
+    results = RouteReplies(refusals=find, media_type="application/x-jsonl")
+    return (
+        RouteRow(
+            _POST, all_of_them, ends.create_message_batch, "anthropic", created, MessageBatchBody
+        ),
+        RouteRow(
+            _GET, all_of_them, ends.list_message_batches, "anthropic", listed,
+            query=MessageBatchQuery,
+        ),
+        RouteRow(_GET, one, ends.get_message_batch, "anthropic", shown),
+        RouteRow(_DELETE, one, ends.delete_message_batch, "anthropic", deleted),
+        RouteRow(_POST, one + "/cancel", ends.cancel_message_batch, "anthropic", ended),
+        RouteRow(_GET, one + "/results", ends.message_batch_results, "anthropic", results),
+    )  # fmt: skip
+
+
 def _native_routes(native: NativeEndpoints) -> Sequence[RouteRow]:
     answers = native_answers
     tokens = RouteReplies((answers.TokenizeAnswer,), _COUNT)
@@ -430,6 +510,9 @@ def described() -> Sequence[RouteRow]:
             EmbeddingEndpoints(_NOBODY, 0),
             OllamaDialect(_NOBODY, 0),
             LlamaDialect(_NOBODY, 0),
+            FileEndpoints(_NOBODY),
+            BatchEndpoints(_NOBODY, 0),
+            MessageBatchEndpoints(_NOBODY, 0),
         )
     )
 

@@ -26,6 +26,8 @@ from coterie.core.errors import ConfigError
 from coterie.core.moe import AUTOMATIC, MoeSettings
 from coterie.core.settings import (
     TASK_TYPES,
+    BatchSettings,
+    FileSettings,
     JobSettings,
     ResponseSettings,
     RoutingSettings,
@@ -291,6 +293,7 @@ T = TypeVar("T")
 _SERVER, _ENGINE = ServerSettings(), EngineSettings()
 _ROUTING, _JOBS, _ENSEMBLE = RoutingSettings(), JobSettings(), EnsembleSettings()
 _RESPONSES, _TRACING = ResponseSettings(), TracingSettings()
+_BATCHES, _FILES = BatchSettings(), FileSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +304,8 @@ class Config:
     routing: RoutingSettings = _ROUTING
     jobs: JobSettings = _JOBS
     responses: ResponseSettings = _RESPONSES
+    batches: BatchSettings = _BATCHES
+    files: FileSettings = _FILES
     # those that write text
     specialists: tuple[SpecialistSettings, ...] = (SpecialistSettings(),)
     # the [[specialists]] of kind `encoder`
@@ -320,6 +325,8 @@ _SECTIONS: dict[str, type[Any]] = {
     "routing": RoutingSettings,
     "jobs": JobSettings,
     "responses": ResponseSettings,
+    "batches": BatchSettings,
+    "files": FileSettings,
     "specialists": SpecialistSettings,
     "validators": ValidatorSettings,
     "ensemble": EnsembleSettings,

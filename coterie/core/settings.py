@@ -194,6 +194,51 @@ class JobSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """Batches of requests (`/v1/batches`, `/v1/messages/batches`) that are answered within a
+    day."""
+
+    max_requests: int = key(50_000, "integer", "Most requests of one batch.", low=1, high=1_000_000)
+    max_open: int = key(
+        100, "integer", "Batches of one tenant that have not ended; one more is answered 429.",
+        low=1, high=10_000,
+    )  # fmt: skip
+    concurrency: int = key(
+        8,
+        "integer",
+        "Requests of batches that run at once, all at the lowest priority.",
+        low=1,
+        high=1024,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FileSettings:
+    """Files of `/v1/files`, and the results of batches."""
+
+    max_bytes: int = key(
+        200 * 10**6, "bytes", "Largest file that can be uploaded; a larger one is answered 413.",
+        low=1024,
+    )  # fmt: skip
+    max_tenant_bytes: int = key(
+        2 * 10**9,
+        "bytes",
+        "Size of all files of one tenant; past it uploads are refused.",
+        low=1024,
+    )
+    max_total_bytes: int = key(
+        20 * 10**9, "bytes", "Size of all files; past it uploads are refused.", low=1024
+    )
+    keep_s: float = key(
+        30 * 86400.0,
+        "number",
+        "Seconds a file is kept, and an ended batch. A caller may ask for less.",
+        low=3600,
+        high=1e9,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ResponseSettings:
     """Responses of `/v1/responses` that are kept, so that a later request can continue or read
     them."""

@@ -276,6 +276,17 @@ PIPELINE_METRICS = (
     ),
     Metric("coterie_conversations", "gauge", "Conversations that are remembered.", ()),
     Metric("coterie_jobs", "gauge", "Open jobs of this server.", ("status",)),
+    Metric("coterie_batches", "gauge", "Batches of this server that have not ended.", ("status",)),
+    Metric(
+        "coterie_batch_requests", "counter",
+        "Requests of batches by their end: `succeeded`, `errored`, `canceled`, `expired`.",
+        ("state",),
+    ),
+    Metric(
+        "coterie_batch_requests_open", "gauge",
+        "Requests of this server's batches: `waiting`, `running`.", ("state",),
+    ),
+    Metric("coterie_file_bytes", "gauge", "Bytes of all files and results of batches.", ()),
     Metric(
         "coterie_event_loop_lag_seconds", "histogram",
         "How late the gateway's event loop is, looked at four times a second.", (), LAG_BUCKETS_S,
@@ -509,7 +520,7 @@ METRICS = (
         "another replica, `rerouted` to an alternate specialist, `format_left_out`, "
         "`expert_left_out` because its files are damaged, `request_resent` because a remote "
         "server had closed an idle connection, `stood_in` for a remote server that failed before "
-        "its first token, `job_taken_up` and `receipt` read back after a crash, "
+        "its first token, `job_taken_up`, `batch_taken_up` and `receipt` read back after a crash, "
         "`experts_stayed` where a move of experts failed, `cpu_silent` where the CPU's part of a "
         "step's experts did not come in time (its requests failed).",
         ("where", "kind"),

@@ -18,6 +18,10 @@ from coterie.obs.tracing.tracer import make_tracer
 from coterie.routing.classify.versions import folder_of
 from coterie.service.adapters.admin import AdapterAdmin
 from coterie.service.adapters.catalog import AdapterCatalog
+from coterie.service.batches.files import FileStore
+from coterie.service.batches.folder import FileFolder
+from coterie.service.batches.service import BatchParts
+from coterie.service.batches.store import BatchStore
 from coterie.service.config_check import check, expected_names, model_name
 from coterie.service.encoders.service import EncoderService
 from coterie.service.encoders.start import encoder_starts
@@ -103,10 +107,17 @@ def build(config: Config, *, progress: Progress | None = None, inproc: bool = Fa
             config.jobs,
             ensemble,
             responses,
+            _batch_parts(config),
             encoders,
             tracer,
         )
     )
+
+
+def _batch_parts(config: Config) -> BatchParts:
+    store = BatchStore(state_dir() / "batches.db")
+    files = FileStore(store, FileFolder(state_dir() / "files"), config.files)
+    return BatchParts(store, files, config.batches)
 
 
 def registry_dir() -> Path:

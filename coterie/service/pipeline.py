@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from coterie.core.batch import ENDED_STATES, OPEN_STATUSES
 from coterie.core.errors import (
     AdmissionOffer,
     CoterieError,
@@ -45,6 +46,7 @@ from coterie.obs.tracing.tracer import RequestTracer
 from coterie.service.adapters.admin import AdapterAdmin
 from coterie.service.adapters.catalog import AdapterLease
 from coterie.service.adapters.conversation import ConversationPredictor
+from coterie.service.batches.service import BatchParts, BatchService
 from coterie.service.encoders.service import EncodeCaller, EncoderService
 from coterie.service.ensemble import EnsembleService
 from coterie.service.finish import Finisher
@@ -89,6 +91,7 @@ class PipelineParts:
     job_settings: JobSettings
     ensemble: EnsembleService
     responses: ResponseStore
+    batches: BatchParts
     encoders: EncoderService
     # None = requests are not traced
     tracer: RequestTracer | None = None
@@ -136,6 +139,7 @@ class Pipeline:
         self.receipts = ReceiptWriter(parts.records, self._config_digest, parts.tracer)
         self.jobs = JobService(self, parts.job_store, parts.job_settings)
         self.responses = parts.responses
+        self.batches = BatchService(parts.batches, self.jobs)
         self._validators = parts.validators
         self._routes = RouteMeter(self.registry)
         self._planner = RequestPlanner(parts.fleet, self._routes)
@@ -185,17 +189,20 @@ class Pipeline:
             raise
         await self.jobs.start()
         await self.responses.start()
+        await self.batches.start()
         self._started = True
 
     async def drain(self) -> None:
         """Refuse new requests and let the running ones end."""
         self.jobs.pause()
+        self.batches.pause()
         self._draining = True
         await self.ensemble.stop_shadows()
         await asyncio.gather(self._fleet.drain(), self.encoders.drain())
 
     async def close(self) -> None:
         await self.jobs.close()
+        await self.batches.close()
         self._draining = True
         await self.ensemble.close()
         await asyncio.gather(self._fleet.close(), self.encoders.close())
@@ -612,6 +619,7 @@ class Pipeline:
                 registry.value("coterie_trace_spans", result).set(getattr(counts, result))
         for status, count in self.jobs.counts().items():
             registry.value("coterie_jobs", status).set(count)
+        self._measure_batches()
         for verdict, count in self.records.verdicts.items():
             registry.value("coterie_feedback", verdict).set(count)
         registry.value("coterie_recoveries", "gateway", "job_taken_up").set(self.jobs.taken_up)
@@ -620,6 +628,17 @@ class Pipeline:
         self.encoders.measure()
         self.ensemble.measure()
         return registry.render()
+
+    def _measure_batches(self) -> None:
+        registry, batches = self._fleet.registry, self.batches
+        for status in OPEN_STATUSES:
+            registry.value("coterie_batches", status).set(batches.counts().get(status, 0))
+        for state in ENDED_STATES:
+            registry.value("coterie_batch_requests", state).set(batches.ended[state])
+        for state, count in batches.work.counts().items():
+            registry.value("coterie_batch_requests_open", state).set(count)
+        registry.value("coterie_file_bytes").set(batches.files.num_bytes)
+        registry.value("coterie_recoveries", "gateway", "batch_taken_up").set(batches.taken_up)
 
 
 def _reads_alike(run: RequestRun, other: ServedSpecialist) -> bool:

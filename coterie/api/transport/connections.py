@@ -28,6 +28,8 @@ SWEEP_S = 0.5
 LOG_EVERY_S = 10.0
 # after an answer to a body that was not read completely, so that the client can read the answer
 LINGER_S = 5.0
+# how much longer a body may take for each of its bytes: 64 kB a second
+SECONDS_PER_BYTE = 1 / 64_000
 # bytes on the wire for one byte of a body: a chunk of one byte has five more bytes around it
 CHUNK_OVERHEAD = 8
 RETRY_S = 1
@@ -290,6 +292,9 @@ class HttpConnection(_WatchedProtocol, HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
+        watched = self._watched
+        if watched is not None and watched.deadline is not None and watched.phase == "body":
+            watched.deadline += len(body) * SECONDS_PER_BYTE
         super().on_body(body)
 
     def on_message_complete(self) -> None:

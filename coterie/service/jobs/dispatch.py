@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
@@ -23,6 +23,7 @@ from coterie.core.request import AdapterHint, InferenceRequest, RouteHints, Samp
 from coterie.core.settings import JobSettings
 from coterie.obs.log import log
 from coterie.service.answer import AnswerBuilder
+from coterie.service.jobs.background import BackgroundPlaces, BackgroundWork
 from coterie.service.jobs.codec import (
     PlannedRun,
     decode_plan,
@@ -55,6 +56,17 @@ class JobDispatcher:
         self._alone = False
         # moving average of a run's duration
         self._run_s = 1.0
+        self._background: BackgroundPlaces | None = None
+
+    def add_background(self, work: BackgroundWork, places: int) -> Callable[[], None]:
+        """Start work of `work` in `places` of its own while no job could start instead. Returns
+        what is to be called when there is new work."""
+        self._background = BackgroundPlaces(work, places)
+        return self._wake.set
+
+    @property
+    def background_running(self) -> Collection[asyncio.Task[None]]:
+        return () if self._background is None else tuple(self._background.running)
 
     def push(self, entry: WaitingJob) -> None:
         self.queue.push(entry)
@@ -108,14 +120,29 @@ class JobDispatcher:
                 self._alone = is_suspect(entry)
                 self.running[entry.id] = asyncio.create_task(self._run(entry))
                 continue
+            if self._starts_background():
+                continue
             self._wake.clear()
-            paused_s = self.not_before - time.monotonic()
             try:
                 # not asyncio.wait_for: it can lose a cancellation
-                async with asyncio.timeout(paused_s if paused_s > 0 else None):
+                async with asyncio.timeout(self._pause_s()):
                     await self._wake.wait()
             except TimeoutError:
                 continue
+
+    def _pause_s(self) -> float | None:
+        """Seconds until something may start without a wake-up."""
+        paused_s = self.not_before - time.monotonic()
+        if paused_s > 0:
+            return paused_s
+        return None if self._background is None else self._background.pause_s()
+
+    def _starts_background(self) -> bool:
+        """Start background work, if it may start now. Jobs that could start were started before."""
+        is_delayed = time.monotonic() < self.not_before or (self._alone and bool(self.running))
+        if self._background is None or self.is_paused or is_delayed:
+            return False
+        return self._background.start(self._wake.set)
 
     def _next(self) -> WaitingJob | None:
         """The job that may start now, if any."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
 from coterie.core.errors import CoterieError, NotFound, Unavailable
@@ -25,6 +25,7 @@ from coterie.core.request import RouteHints
 from coterie.core.sampling import draw_seed
 from coterie.core.settings import JobSettings
 from coterie.obs.log import log
+from coterie.service.jobs.background import BackgroundWork
 from coterie.service.jobs.codec import encode_spec
 from coterie.service.jobs.dispatch import JobDispatcher, JobPipeline, LiveJob
 from coterie.service.jobs.store import AbandonedJob, JobEnd, JobStore, NewJob, WaitingJob
@@ -49,6 +50,10 @@ class JobService:
         self._entering = 0
         # jobs of crashed servers that were taken over since start
         self.taken_up = 0
+
+    def add_background(self, work: BackgroundWork, places: int) -> Callable[[], None]:
+        """Run `work` beside the jobs; the dispatcher's method says more."""
+        return self._dispatcher.add_background(work, places)
 
     async def start(self) -> None:
         """Does not raise without the database: then everything except jobs is served."""
@@ -82,7 +87,8 @@ class JobService:
 
     async def close(self) -> None:
         self.pause()
-        tasks = [*self._tasks, *self._dispatcher.running.values()]
+        dispatcher = self._dispatcher
+        tasks = [*self._tasks, *dispatcher.running.values(), *dispatcher.background_running]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
