@@ -116,6 +116,9 @@ class NullReplica:
     def adapter_loads(self) -> tuple[AdapterLoad, ...]:
         return ()
 
+    def residency(self) -> None:
+        """There are no MoE experts."""
+
     def healthy(self) -> bool:
         return self._loop is not None
 

@@ -378,6 +378,7 @@ class AboutAnswer(BaseModel):
     routes: str
     health: str
     models: str
+    dashboard: str
 
 
 class VersionAnswer(BaseModel):

@@ -37,6 +37,7 @@ from coterie.api.door import (
 )
 from coterie.api.embeddings.endpoints import EmbeddingEndpoints
 from coterie.api.llamacpp.endpoints import LlamaDialect
+from coterie.api.native.dashboard import DashboardEndpoints, read_page
 from coterie.api.native.feedback import FeedbackEndpoints
 from coterie.api.native.infer import InferEndpoints
 from coterie.api.native.infer_body import InferBodyReader
@@ -123,7 +124,8 @@ def create_app(
     )
     seconds = pipeline.registry.histogram("coterie_reception_seconds")
     body_reader = InferBodyReader(UserRate(server.user_rate), seconds)
-    rows = routes(_endpoints(pipeline, body_reader, server, reloader))
+    page = DashboardEndpoints(pipeline.dashboard, keys, read_page())
+    rows = routes(_endpoints(pipeline, body_reader, server, reloader, page))
     add_routes(app, rows)
     # the requests of batches are answered by the same endpoints
     pipeline.batches.connect(EndpointCalls(app, rows, server.max_body_bytes))
@@ -174,6 +176,7 @@ def _endpoints(
     body_reader: InferBodyReader,
     server: ServerSettings,
     reloader: SettingsReloader,
+    page: DashboardEndpoints,
 ) -> EndpointSet:
     limit = server.max_body_bytes
     return EndpointSet(
@@ -194,6 +197,7 @@ def _endpoints(
         FileEndpoints(pipeline.batches.files),
         BatchEndpoints(pipeline.batches, limit),
         MessageBatchEndpoints(pipeline.batches, limit),
+        page,
     )
 
 

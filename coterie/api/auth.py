@@ -20,9 +20,12 @@ from coterie.core.request import MAX_PRIORITY, KeyRights
 
 # the tenant of every caller when there are no keys
 OPEN_TENANT = "local"
-# an admin who reads receipts, which both callers and admins may do; no tenant has this name
+# an admin who reads what both callers and admins may: receipts, and the stream of the dashboard; no
+# tenant has this name
 ADMIN_TENANT = "*admin*"
 RECEIPTS = "/v1/receipts/"
+# the files of a page that hold nothing of anybody, and the stream that fills it
+PAGE, PAGE_EVENTS = "/dashboard", "/v1/dashboard/events"
 # rights that may follow a key on its line: name -> (lowest, highest value)
 _RIGHTS = {"priority": (0, MAX_PRIORITY), "max_running": (1, 4096)}
 _TENANT = re.compile(r"[\w.-]{1,64}")
@@ -123,7 +126,10 @@ class AccessKeys:
     admins: KeyRing | None = None
 
     def tenant(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        if path.startswith(RECEIPTS) and self.admins is not None and self.admins.holds(headers):
+        if path == PAGE or path.startswith(PAGE + "/"):
+            return OPEN_TENANT
+        for_both = path == PAGE_EVENTS or path.startswith(RECEIPTS)
+        if for_both and self.admins is not None and self.admins.holds(headers):
             return ADMIN_TENANT
         if not is_admin_path(path):
             return self.callers.tenant(headers) if self.callers else OPEN_TENANT

@@ -62,6 +62,7 @@ from coterie.api.llamacpp.types import (
     LlamaProps,
     RenderedTemplate,
 )
+from coterie.api.native.dashboard import DashboardEndpoints, EventsQuery
 from coterie.api.native.feedback import FeedbackBody, FeedbackEndpoints, InferenceQuery
 from coterie.api.native.infer import InferEndpoints
 from coterie.api.native.infer_body import InferBody
@@ -149,6 +150,7 @@ class EndpointSet:
     files: FileEndpoints
     batches: BatchEndpoints
     message_batches: MessageBatchEndpoints
+    dashboard: DashboardEndpoints
 
 
 def routes(ends: EndpointSet) -> Sequence[RouteRow]:
@@ -167,6 +169,7 @@ def routes(ends: EndpointSet) -> Sequence[RouteRow]:
         *_expert_routes(ends.experts),
         *_ensemble_routes(ends.ensemble),
         *_config_routes(ends.config),
+        *_dashboard_routes(ends.dashboard),
     )
 
 
@@ -480,6 +483,25 @@ def _config_routes(config: ConfigEndpoints) -> Sequence[RouteRow]:
     )
 
 
+def _dashboard_routes(ends: DashboardEndpoints) -> Sequence[RouteRow]:
+    page = RouteReplies(refusals=(403, 421, 500), media_type="text/html")
+    file = RouteReplies(refusals=(403, 404, 421, 500), media_type=_PLAIN)
+    events = RouteReplies(refusals=(400, 401, 429, 500, 503), events={})
+    return (
+        RouteRow(_PROBE, "/dashboard", ends.dashboard, "native", page),
+        RouteRow(
+            _PROBE, "/dashboard/", ends.dashboard_folder, "native", page, documented=False
+        ),
+        RouteRow(
+            _PROBE, "/dashboard/{file}", ends.dashboard_file, "native", file, documented=False
+        ),
+        RouteRow(
+            _GET, "/v1/dashboard/events", ends.dashboard_events, "native", events,
+            query=EventsQuery,
+        ),
+    )  # fmt: skip
+
+
 def add_routes(app: FastAPI, rows: Sequence[RouteRow]) -> None:
     for row in rows:
         for method in row.methods:
@@ -513,6 +535,7 @@ def described() -> Sequence[RouteRow]:
             FileEndpoints(_NOBODY),
             BatchEndpoints(_NOBODY, 0),
             MessageBatchEndpoints(_NOBODY, 0),
+            DashboardEndpoints(_NOBODY, _NOBODY, {}),
         )
     )
 

@@ -59,6 +59,23 @@ AUTOMATIC = MoeSettings()
 LayerHits = tuple[int, int, int]
 
 
+# where an expert is: one character of `MoeResidency.tiers`
+ON_DISK, IN_RAM, ON_DEVICE, PINNED, ABSENT = "01234"
+
+
+@dataclass(frozen=True, slots=True)
+class MoeResidency:
+    """Where each expert of an engine is at one moment, layer after layer."""
+
+    layers: tuple[int, ...]
+    num_experts: int
+    # one character for each expert of each layer; the highest tier that holds it
+    tiers: str
+    # by layer: the share of demands that found their expert on the device; 0 without demands
+    hit_rates: tuple[float, ...]
+    strategy: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class MoeUsage:
     """What the experts of one request (or step) cost. Seconds, bytes and counts.

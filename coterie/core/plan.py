@@ -185,6 +185,8 @@ class LaneState:
     step_s: float = 0.0
     # tokens of a KV block, for `prefix_digests`; 0 = nothing is cached here
     block_size: int = 0
+    # of `free_tokens`, those in cached blocks that nobody uses
+    cached_tokens: int = 0
 
 
 @quick_init

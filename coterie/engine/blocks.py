@@ -139,7 +139,12 @@ class PrefixCache:
     @property
     def num_available(self) -> int:
         """Number of blocks that `take` can still return."""
-        return self._pool.num_free + len(self._idle) + len(self._kept)
+        return self._pool.num_free + self.num_idle
+
+    @property
+    def num_idle(self) -> int:
+        """Number of cached blocks without owner."""
+        return len(self._idle) + len(self._kept)
 
     @property
     def num_cached(self) -> int:

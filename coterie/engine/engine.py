@@ -352,6 +352,7 @@ class Engine:
                 preempting=any(s.num_preemptions for s in lane.scheduler.waiting),
                 step_s=lane.throughput.step_s,
                 block_size=lane.config.block_size,
+                cached_tokens=lane.scheduler.space.cache.num_idle * lane.config.block_size,
             )
             for lane in self._lanes
         )

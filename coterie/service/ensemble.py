@@ -7,6 +7,7 @@ starts shadows, promotes canaries, and keeps its state on disk.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
@@ -42,6 +43,8 @@ TICK_S, SLOW_TICKS = 0.25, 4
 WRITE_TICKS = 20
 # without a promise, this wait for a first token is as much as a specialist should bear
 PATIENCE_S = 10.0
+# entries of the audit log that are kept in memory
+RECENT_CHANGES = 20
 # codes of failures that are the replica's fault
 REPLICA_FAULTS = frozenset({"worker_crashed", "unavailable", "internal_error"})
 
@@ -67,6 +70,8 @@ class EnsembleService:
         self._shadows: ShadowDispatcher | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
+        # the newest entries of the audit log, oldest first
+        self.recent_changes: deque[ControlChange] = deque(maxlen=RECENT_CHANGES)
         # adapter versions that are to become current
         self._promotions: list[ControlChange] = []
         # by specialist and replica
@@ -95,6 +100,7 @@ class EnsembleService:
             item.replicas.ejected = partial(self.ejected, item.name)
         self._reporter = SloReporter(self._control, served)
         await self._keeper.open(self._control, served)
+        self.recent_changes.extend(await self._keeper.newest_changes(RECENT_CHANGES))
         self._ticking = asyncio.ensure_future(self._tick())
 
     async def close(self) -> None:
@@ -240,6 +246,11 @@ class EnsembleService:
         self._take_changes()
         await self._keeper.write(self.control, self._fleet.served)
 
+    async def note(self, actor: str, kind: str, subject: str, details: Mapping[str, Any]) -> None:
+        """Write a change that an admin made elsewhere into the audit log."""
+        self.control.changes.add(actor, kind, subject, details)
+        await self.keep_changes()
+
     async def audit(self, limit: int, before: int | None = None) -> list[dict[str, Any]]:
         """The newest entries first."""
         await self.keep_changes()
@@ -312,6 +323,7 @@ class EnsembleService:
         """Hand new changes on. Returns whether there were any."""
         changes = self.control.changes.take()
         self._keeper.add(changes)
+        self.recent_changes.extend(changes)
         for change in changes:
             self._fleet.registry.value("coterie_control_changes", change.kind).add()
             log("ensemble_changed", model=change.subject, reason=f"{change.kind} by {change.actor}")

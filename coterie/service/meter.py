@@ -101,6 +101,29 @@ class RequestMeter:
         self.first_token_s: float | None = None
 
     @property
+    def started(self) -> Started | None:
+        """None until the engine has begun with it."""
+        return self._started
+
+    @property
+    def started_at(self) -> float:
+        return self._started_at
+
+    @property
+    def last_token_at(self) -> float:
+        """0 before the first token."""
+        return max(self._last_at)
+
+    @property
+    def completion_tokens(self) -> int:
+        return self._num_tokens
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine has finished it."""
+        return self._usage is not None
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the answer so far."""
         if self._usage is not None:

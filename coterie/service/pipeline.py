@@ -47,6 +47,9 @@ from coterie.service.adapters.admin import AdapterAdmin
 from coterie.service.adapters.catalog import AdapterLease
 from coterie.service.adapters.conversation import ConversationPredictor
 from coterie.service.batches.service import BatchParts, BatchService
+from coterie.service.dashboard.activity import RequestActivity
+from coterie.service.dashboard.feed import DashboardFeed
+from coterie.service.dashboard.sections import DashboardSections
 from coterie.service.encoders.service import EncodeCaller, EncoderService
 from coterie.service.ensemble import EnsembleService
 from coterie.service.finish import Finisher
@@ -136,7 +139,10 @@ class Pipeline:
         self.registry = parts.fleet.registry
         self.adapters, self.records = parts.adapters, parts.records
         self.tracer = parts.tracer
-        self.receipts = ReceiptWriter(parts.records, self._config_digest, parts.tracer)
+        self.activity = RequestActivity()
+        self.receipts = ReceiptWriter(
+            parts.records, self._config_digest, parts.tracer, self.activity.ended
+        )
         self.jobs = JobService(self, parts.job_store, parts.job_settings)
         self.responses = parts.responses
         self.batches = BatchService(parts.batches, self.jobs)
@@ -156,6 +162,10 @@ class Pipeline:
         self._started = False
         self._draining = False
         self._open = 0
+        sections = DashboardSections(
+            self._fleet, self.ensemble, self.jobs, self.activity, self.health
+        )
+        self.dashboard = DashboardFeed(sections, self.activity, self.records)
 
     @property
     def snapshot(self) -> ServingSnapshot:
@@ -197,10 +207,12 @@ class Pipeline:
         self.jobs.pause()
         self.batches.pause()
         self._draining = True
+        self.dashboard.close()
         await self.ensemble.stop_shadows()
         await asyncio.gather(self._fleet.drain(), self.encoders.drain())
 
     async def close(self) -> None:
+        self.dashboard.close()
         await self.jobs.close()
         await self.batches.close()
         self._draining = True
@@ -423,8 +435,8 @@ class Pipeline:
         self, planned: PlannedRequest, on_abort: Callable[[InferenceMetrics], None]
     ) -> AsyncGenerator[Event, None]:
         run, receipt, lease = planned.run, planned.receipt, planned.lease
-        with lease, self.ensemble.primary(run.served):
-            meter = RequestMeter(run.served.series, run.request.arrived_at, run.num_choices)
+        meter = RequestMeter(run.served.series, run.request.arrived_at, run.num_choices)
+        with lease, self.ensemble.primary(run.served), self.activity.follow(run, meter):
             try:
                 is_job = run.request.submitted_at is not None
                 with self.quotas.enter(run.tenant, is_accepted=is_job) as quota:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from coterie.core.adapters import DEFAULTS, NO_MODULES, AdaptableModules, AdapterSettings
 from coterie.core.events import Delta, Event, Failed, Finished, Started
 from coterie.core.lane import LaneConfig
-from coterie.core.moe import AUTOMATIC, MoeSettings
+from coterie.core.moe import AUTOMATIC, MoeResidency, MoeSettings
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 
 Sink = Callable[[Event], None]
@@ -113,8 +113,8 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCommand:
-    """A command to a worker. `kind` is submit, abort, preload or stop; `unread` is a command of
-    which only the request id could be read."""
+    """A command to a worker. `kind` is submit, abort, preload, residency or stop; `unread` is a
+    command of which only the request id could be read."""
 
     kind: str
     request_id: str = ""
@@ -141,6 +141,8 @@ class WorkerReport:
     stats: dict[str, float] = field(default_factory=dict)
     # the adapters that were loaded last, at most 64; None = as in the previous report
     adapters: tuple[AdapterLoad, ...] | None = None
+    # one map if it was asked for, none if there are no MoE experts to show; None = not asked for
+    residency: tuple[MoeResidency, ...] | None = None
     # paths of values that could not be encoded; their requests are in `failed`
     faults: list[str] = field(default_factory=list)
 
@@ -153,6 +155,25 @@ class WorkerReport:
             self.finished.append(event)
         else:
             self.failed.append(event)
+
+
+class ResidencyReports:
+    """The last map of MoE experts. A worker is asked again only after it has answered: in a long
+    step questions would pile up."""
+
+    def __init__(self) -> None:
+        self.last: MoeResidency | None = None
+        self._is_asked = False
+
+    def may_ask(self) -> bool:
+        """Whether to ask now; from then on the answer is awaited."""
+        was_asked, self._is_asked = self._is_asked, True
+        return not was_asked
+
+    def take(self, report: WorkerReport) -> None:
+        if report.residency is not None:
+            self._is_asked = False
+            self.last = report.residency[0] if report.residency else None
 
 
 def merged_states(
@@ -199,6 +220,10 @@ class Replica(Protocol):
 
     def adapter_loads(self) -> tuple[AdapterLoad, ...]:
         """The adapters that were loaded last, for metrics."""
+
+    def residency(self) -> MoeResidency | None:
+        """Where the MoE experts were when the worker was last asked, and asks again; None = not
+        known yet, or there are none."""
 
     def healthy(self) -> bool:
         """Whether `submit` reaches a running engine."""

@@ -20,7 +20,7 @@ from coterie.adapters.pool import AdapterPool
 from coterie.adapters.residency import AdapterSlab
 from coterie.core.errors import ConfigError, CoterieError
 from coterie.core.lane import LaneConfig
-from coterie.core.moe import AUTOMATIC, MoeSettings
+from coterie.core.moe import AUTOMATIC, MoeResidency, MoeSettings
 from coterie.core.sampling import GENERATION_FIELDS
 from coterie.engine.engine import Engine
 from coterie.kernels.batch import KINDS
@@ -40,6 +40,7 @@ from coterie.models.build.piece_graph import piece_sizes
 from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
 from coterie.moe.planner.auto import chooser, known_costs
 from coterie.moe.runtime.budget import TierNeeds, free_host_bytes, graph_room
+from coterie.moe.runtime.residency import residency
 from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
 from coterie.moe.runtime.setup import sizes_of
 from coterie.moe.runtime.trace import Trace
@@ -83,6 +84,12 @@ class EngineHost:
     def moe_report(self) -> dict[str, Any] | None:
         runtime = None if self.experts is None else self.experts.runtime
         return None if runtime is None else runtime.report()
+
+    def residency(self) -> tuple[MoeResidency, ...]:
+        """Where the experts are; empty if there are none to show."""
+        runtime = None if self.experts is None else self.experts.runtime
+        found = None if runtime is None else residency(runtime)
+        return () if found is None else (found,)
 
     def close(self) -> None:
         if self.adapters is not None:

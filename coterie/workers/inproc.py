@@ -11,11 +11,13 @@ import threading
 from collections.abc import Sequence
 
 from coterie.core.errors import CoterieError, InternalError
+from coterie.core.moe import MoeResidency
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 from coterie.obs.log import log
 from coterie.workers.contract import (
     AdapterLoad,
     ReplicaInfo,
+    ResidencyReports,
     Sink,
     WorkerCommand,
     WorkerReport,
@@ -38,6 +40,7 @@ class InprocReplica:
         self._lanes: dict[str, LaneState] = {}
         self._stats: dict[str, float] = {}
         self._adapters: tuple[AdapterLoad, ...] = ()
+        self._residency = ResidencyReports()
         self._running = False
         self._draining = False
 
@@ -81,6 +84,11 @@ class InprocReplica:
 
     def adapter_loads(self) -> tuple[AdapterLoad, ...]:
         return self._adapters
+
+    def residency(self) -> MoeResidency | None:
+        if self._running and self._residency.may_ask():
+            self._commands.put(WorkerCommand("residency"))
+        return self._residency.last
 
     def healthy(self) -> bool:
         return self.state() == "up"
@@ -146,6 +154,7 @@ class InprocReplica:
         self._stats = report.stats
         if report.adapters is not None:
             self._adapters = report.adapters
+        self._residency.take(report)
         for request_id in self._requests.take(report):
             self._commands.put(WorkerCommand("abort", request_id))
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from coterie.core.events import Delta, Failed, Finished, Started
+from coterie.core.moe import MoeResidency
 from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
 from coterie.core.value_check import fault_of
 from coterie.obs.log import log
@@ -92,6 +93,8 @@ def _apply(host: EngineHost, command: WorkerCommand, report: WorkerReport) -> No
     elif command.kind == "preload":
         if host.adapters is not None:
             host.adapters.preload(command.adapters)
+    elif command.kind == "residency":
+        report.residency = host.residency()
     elif command.kind == "unread":
         report.rejected.append((command.request_id, Rejected("internal_error", VALUE_LOST, None)))
     elif command.assignment is not None:
@@ -132,7 +135,11 @@ REQUEST_LISTS: dict[str, Any] = {
 
 
 # lists whose items belong to no request: a bad item is left out, and the last report's value stays
-SHARED_LISTS: dict[str, Any] = {"lanes": LaneState, "adapters": AdapterLoad}
+SHARED_LISTS: dict[str, Any] = {
+    "lanes": LaneState,
+    "adapters": AdapterLoad,
+    "residency": MoeResidency,
+}
 
 
 def drop_bad_values(report: WorkerReport, fault: Fault) -> None:

@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coterie.core.errors import CoterieError, InternalError, Unavailable
+from coterie.core.moe import MoeResidency
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 from coterie.obs.log import log
 from coterie.workers.contract import (
     AdapterLoad,
     ReplicaInfo,
+    ResidencyReports,
     Sink,
     WorkerCommand,
     WorkerReport,
@@ -75,6 +77,7 @@ class ProcessReplica:
         self._lanes: dict[str, LaneState] = {}
         self._stats: dict[str, float] = {}
         self._adapters: tuple[AdapterLoad, ...] = ()
+        self._residency = ResidencyReports()
         self._fingerprint: str | None = None
         # number of started processes, including those that failed to load
         self._starts = 0
@@ -147,6 +150,11 @@ class ProcessReplica:
 
     def adapter_loads(self) -> tuple[AdapterLoad, ...]:
         return self._adapters
+
+    def residency(self) -> MoeResidency | None:
+        if self._child is not None and self._residency.may_ask():
+            self._send(WorkerCommand("residency"))
+        return self._residency.last
 
     def healthy(self) -> bool:
         return self.state() == "up"
@@ -244,6 +252,7 @@ class ProcessReplica:
             await child.kill()
             raise ModelChanged("the model's file changed since the server was started; restart it")
         self._child = child
+        self._residency = ResidencyReports()
         self._reported_at = time.monotonic()
         self._load_s = self._reported_at - begun_at
         return child, info
@@ -288,6 +297,7 @@ class ProcessReplica:
         self._stats = report.stats
         if report.adapters is not None:
             self._adapters = report.adapters
+        self._residency.take(report)
         for request_id in self._requests.take(report):
             self._send(WorkerCommand("abort", request_id))
         self._hand_over()

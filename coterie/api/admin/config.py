@@ -44,6 +44,12 @@ class ConfigEndpoints:
         """Read the file of settings and the key files again. All of it takes effect, or none."""
         result = await self.reloader.reload()
         exchange = exchange_of(request.scope)
+        await self.pipeline.ensemble.note(
+            f"admin {exchange.tenant}",
+            "config_reloaded",
+            result.digest,
+            {"changed": list(result.changed), "before": result.digest_before},
+        )
         log(
             "config_reload_asked",
             request_id=exchange.request_id,

@@ -55,6 +55,7 @@ class NativeEndpoints:
             "routes": "/openapi.json",
             "health": "/health",
             "models": "/v1/models",
+            "dashboard": "/dashboard",
         }
         if "text/html" not in request.headers.get("accept", ""):
             return answer(facts)

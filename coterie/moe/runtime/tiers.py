@@ -181,6 +181,11 @@ class HostTier:
         """Whether the bytes of all of them are here."""
         return self._ready[layer].issuperset(experts)
 
+    def ready(self, layer: int) -> frozenset[int]:
+        """The experts of a layer whose bytes are here."""
+        with self._changed:
+            return frozenset(self._ready[layer])
+
     def claim(self, entry: HostEntry) -> bool:
         """Whether the caller must read this entry's bytes (True for one caller only)."""
         with self._changed:

@@ -128,6 +128,14 @@ class JobService:
     async def page(self, query: JobQuery) -> JobPage:
         return await self._store.page(query)
 
+    async def newest(self, limit: int, tenant: str | None) -> list[Job]:
+        """Jobs without texts and results, newest first; of every tenant if `tenant` is None. Empty
+        if the database cannot be used."""
+        try:
+            return await self._store.newest(limit, tenant)
+        except CoterieError:
+            return []
+
     async def cancel(self, job_id: str, tenant: str) -> tuple[Job, bool]:
         """Cancel an open job. Returns the job, and whether it was open."""
         job = await self.get(job_id, tenant)

@@ -104,6 +104,10 @@ class JobStore:
         last = f"{jobs[-1].submitted_at!r}_{jobs[-1].id}" if more else None
         return JobPage(tuple(jobs), last)
 
+    async def newest(self, limit: int, tenant: str | None) -> list[Job]:
+        """Without texts and results; of every tenant if `tenant` is None."""
+        return await self._ask(lambda tables, _: tables.newest(limit, tenant))
+
     async def abandoned_jobs(self) -> Sequence[AbandonedJob]:
         """Open jobs of servers that have ended. An ended server never comes back under its name."""
         return await self._call(self._abandoned_jobs)
@@ -457,6 +461,16 @@ class JobTables:
             },
         )
         return [_job(row) for row in rows]
+
+    def newest(self, limit: int, tenant: str | None) -> list[Job]:
+        order = "ORDER BY seq DESC" if tenant is None else "ORDER BY submitted_at DESC"
+        where = "" if tenant is None else "WHERE tenant = :tenant"
+        rows = self._sql.execute(
+            "SELECT id, status, tenant, user_id, submitted_at, started_at, finished_at "
+            f"FROM jobs {where} {order} LIMIT :limit",
+            {"tenant": tenant, "limit": limit},
+        )
+        return [Job(*row) for row in rows]
 
     def expire(self, before: float, max_ended: int, max_bytes: int) -> int:
         """Remove ended jobs that are too old, then the oldest ones above the other two limits."""

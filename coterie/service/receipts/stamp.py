@@ -49,15 +49,18 @@ MAX_REASONS, MAX_MODEL = 16, 128
 
 
 class ReceiptWriter:
-    """`config_digest`: names the settings that are used now. `tracer`: None without traces."""
+    """`config_digest`: names the settings that are used now. `tracer`: None without traces.
+    `on_kept` gets every receipt, also as JSON."""
 
     def __init__(
         self,
         records: InferenceRecords,
         config_digest: Callable[[], str] = lambda: "",
         tracer: RequestTracer | None = None,
+        on_kept: Callable[[Receipt, bytes], None] | None = None,
     ) -> None:
-        self._records, self._config_digest, self._tracer = records, config_digest, tracer
+        self._records, self._config_digest = records, config_digest
+        self._tracer, self._on_kept = tracer, on_kept
         # digests of settings that are kept
         self._contexts: set[str] = set()
 
@@ -88,6 +91,8 @@ class ReceiptWriter:
         """`prompt`: JSON, if the tenant allows that it is kept."""
         row = receipt_row(receipt, decision, prompt)
         self._records.keep_receipt(row, receipt.outcome == OPEN)
+        if self._on_kept is not None:
+            self._on_kept(receipt, row.receipt)
 
     def keep_context(self, run: RequestRun, control: EnsembleControl) -> None:
         """Keep the settings that `run` was decided with, once."""

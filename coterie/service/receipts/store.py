@@ -31,6 +31,8 @@ CREATE TABLE IF NOT EXISTS contexts (
     context BLOB NOT NULL
 );
 """
+# the rows that are looked at for the newest of one tenant
+SEARCHED = 5000
 # settings that are kept for decisions
 MAX_CONTEXTS = 1000
 # rows above the limit before the oldest are removed: removing at every row would be slow
@@ -104,6 +106,17 @@ class ReceiptTable:
             return receipt
         asked: str = row[2]
         return receipt[:-1] + b',"asked":' + asked.encode() + b"}"
+
+    def recent(self, limit: int, tenant: str | None) -> list[bytes]:
+        """The newest receipts of requests that have ended, oldest first; of any tenant if `tenant`
+        is None. Of a tenant only those among the newest `SEARCHED` of all."""
+        rows = self._db.execute(
+            "SELECT receipt FROM receipts WHERE outcome != ? AND (? IS NULL OR tenant = ?) AND "
+            "number > (SELECT coalesce(max(number), 0) - ? FROM receipts) "
+            "ORDER BY number DESC LIMIT ?",
+            (OPEN, tenant, tenant, SEARCHED, limit),
+        ).fetchall()
+        return [row[0] for row in reversed(rows)]
 
     def put_context(self, digest: str, context: bytes) -> None:
         self._db.execute(

@@ -174,6 +174,13 @@ class InferenceRecords:
             raise NotFound(f"no receipt `{receipt_id}` of yours is kept here", param="receipt_id")
         return found
 
+    async def recent_receipts(self, limit: int, tenant: str | None) -> list[bytes]:
+        """The newest receipts of ended requests as JSON, oldest first; none if they cannot be
+        read."""
+        if self._thread is None:
+            return []
+        return await self._ask(lambda store: store.recent_receipts(limit, tenant))
+
     async def query(self, query: RecordQuery) -> RecordPage:
         return await self._ask(lambda store: store.query(query))
 

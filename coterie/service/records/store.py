@@ -165,6 +165,11 @@ class RecordStore:
         with database_errors(self._path):
             return self._receipts.find(receipt_id, tenant)
 
+    def recent_receipts(self, limit: int, tenant: str | None) -> list[bytes]:
+        """As JSON, oldest first; of any tenant if `tenant` is None."""
+        with database_errors(self._path):
+            return self._receipts.recent(limit, tenant)
+
     def keep_context(self, digest: str, context: bytes) -> None:
         """The settings that decisions with this digest were made with."""
         with database_errors(self._path), transaction(self._db):

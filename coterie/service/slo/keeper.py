@@ -112,6 +112,17 @@ class EnsembleKeeper:
             raise Unavailable("the audit log cannot be opened; see the server's log")
         return await self._alone(partial(store.audit, limit, before))
 
+    async def newest_changes(self, limit: int) -> list[ControlChange]:
+        """The newest entries of the audit log, oldest first; none if it cannot be read."""
+        if self._store is None:
+            return []
+        try:
+            rows = await self.audit(limit, None)
+        except CoterieError:
+            return []
+        names = ("at", "actor", "kind", "subject", "details")
+        return [ControlChange(*(row[name] for name in names)) for row in reversed(rows)]
+
     def _stored(
         self, control: EnsembleControl, served: Mapping[str, ServedSpecialist]
     ) -> StoredEnsemble:

@@ -170,6 +170,9 @@ class RemoteReplica:
     def adapter_loads(self) -> tuple[AdapterLoad, ...]:
         return ()
 
+    def residency(self) -> None:
+        """Not known here."""
+
     def healthy(self) -> bool:
         return self.state() == "up"
 
