@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.core.request import Chat, Message
@@ -219,6 +222,27 @@ def test_the_default_model_renders_as_in_transformers(
         )
     opened = Chat((Message("user", "a"), Message("assistant", "b")), {}, False)
     assert tokenizer.render(opened).endswith("<|im_start|>assistant\nb")
+
+
+def test_what_loops_tell_equals_what_the_plain_sandbox_tells() -> None:
+    """Numbers of loops are read without the sandbox's checks, and names from a copied dict."""
+    rng = random.Random()
+    names = ("first", "last", "index", "index0", "length", "revindex", "depth", "_iterator", "no")
+    for _ in range(60):
+        shown = "".join(f"{{{{ loop.{rng.choice(names)} }}}}," for _ in range(4))
+        source = (
+            "{% for message in messages %}" + shown + "{% for x in range(2) %}{{ loop.last }}"
+            "{% endfor %}{% endfor %}{{ namespace is defined }}{{ dict(a=1) }}{{ bos_token }}"
+        )
+        turns = [{"role": "user", "content": "x"} for _ in range(rng.randrange(5))]
+        plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        try:
+            expected = plain.from_string(source).render(messages=turns, bos_token="<s>")
+        except SecurityError:
+            with pytest.raises(WeightsError):
+                ChatTemplate(source, {"bos_token": "<s>"}).render(turns, {})
+            continue
+        assert ChatTemplate(source, {"bos_token": "<s>"}).render(turns, {}) == expected
 
 
 def test_a_refusal_is_the_callers_error() -> None:

@@ -22,6 +22,7 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -93,6 +94,8 @@ class ChatTemplate:
         if self._compiled is None:
             try:
                 self._compiled = TemplateSandbox().from_string(self.source)
+                # nothing changes them from now on; a chain of dicts takes longer to copy
+                self._compiled.globals = dict(self._compiled.globals)
             except _UNREADABLE as error:
                 raise self.broken(f"is not valid Jinja ({error})") from error
         return self._compiled
@@ -141,6 +144,7 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
+_LOOP_NUMBERS = frozenset({"first", "last", "index", "index0"})
 # They can build something huge in one step, and no chat needs them.
 _REMOVED_FILTERS = ("batch", "slice", "wordwrap", "urlize", "center", "xmlattr")
 _REMOVED_GLOBALS = ("lipsum",)
@@ -177,6 +181,12 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         tree = _Budgeted().visit(super()._parse(source, name, filename))
         assert isinstance(tree, nodes.Template)
         return tree
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is LoopContext and attribute in _LOOP_NUMBERS:
+            # almost every loop asks; the checks of the base would allow it, in more time
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         charge(CALL_STEPS)
