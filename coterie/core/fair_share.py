@@ -7,7 +7,7 @@ did not use. After "Fairness in Serving Large Language Models" (Sheng et al., 20
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 
 from coterie.core.lru import LruCache
 
@@ -19,7 +19,7 @@ class VirtualTokenCounters:
     def __init__(self) -> None:
         # only of tenants that are here
         self._tokens: dict[str, float] = {}
-        self._here: Counter[str] = Counter()
+        self._here: defaultdict[str, int] = defaultdict(int)
         self._absent: LruCache[str, float] = LruCache(MAX_ABSENT)
 
     def __contains__(self, tenant: str) -> bool:

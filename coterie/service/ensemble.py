@@ -133,13 +133,13 @@ class EnsembleService:
 
     # requests
 
-    def steer(self, run: RequestRun) -> SteeredPlan:
-        """Raises Overloaded if the request cannot run now."""
+    def steer(self, run: RequestRun, request: SteerRequest) -> SteeredPlan:
+        """Raises Overloaded if the request cannot run now. `request` is that of the run."""
         config = run.snapshot.config
         if config is not self._inputs:
             self._configured(config)
         self.control.reachable(run.plan.specialist, run.served.replicas.ready())
-        return self.control.steer(run.plan, steer_request(run))
+        return self.control.steer(run.plan, request)
 
     def instead(self, run: RequestRun) -> SteeredPlan | None:
         """Who answers in place of a specialist that failed before it began; None = nobody."""

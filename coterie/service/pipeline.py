@@ -51,7 +51,7 @@ from coterie.service.dashboard.activity import RequestActivity
 from coterie.service.dashboard.feed import DashboardFeed
 from coterie.service.dashboard.sections import DashboardSections
 from coterie.service.encoders.service import EncodeCaller, EncoderService
-from coterie.service.ensemble import EnsembleService
+from coterie.service.ensemble import EnsembleService, steer_request
 from coterie.service.finish import Finisher
 from coterie.service.fleet import (
     Fleet,
@@ -276,12 +276,13 @@ class Pipeline:
 
     def _steered(self, run: RequestRun, vendor: Sampling, receipt: OpenReceipt) -> RequestRun:
         """The run as breakers, load, canaries and shadows change it."""
+        request = steer_request(run)
         try:
-            steered = self.ensemble.steer(run)
+            steered = self.ensemble.steer(run, request)
         except CoterieError as error:
             self.registry.value("coterie_rejections", run.served.name, error.code).add()
             raise
-        receipt.steered(run, steered, self.ensemble.control)
+        receipt.steered(run, request, steered, self.ensemble.control)
         return self._planner.plan_steered(run, vendor, steered)
 
     def run(

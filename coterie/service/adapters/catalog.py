@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -398,7 +398,7 @@ class AdapterLease:
     ) -> None:
         self._leases = leases
         self._adapters = adapters
-        self._counts: Counter[str] | None = None
+        self._counts: defaultdict[str, int] | None = None
         self.virtual_tokens = virtual_tokens
         self._move(leases.waiting)
 
@@ -421,7 +421,7 @@ class AdapterLease:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def _move(self, counts: Counter[str]) -> None:
+    def _move(self, counts: defaultdict[str, int]) -> None:
         if self._counts is not None:
             _count(self._counts, self._adapters, -1)
         _count(counts, self._adapters, 1)
@@ -432,9 +432,9 @@ class AdapterLeases:
     """All leases that have not ended. `on_idle` gets digests without users."""
 
     def __init__(self, on_idle: Callable[[Collection[str]], None]) -> None:
-        self.waiting: Counter[str] = Counter()
-        self.running: Counter[str] = Counter()
-        self._users: Counter[str] = Counter()
+        self.waiting: defaultdict[str, int] = defaultdict(int)
+        self.running: defaultdict[str, int] = defaultdict(int)
+        self._users: defaultdict[str, int] = defaultdict(int)
         self._on_idle = on_idle
 
     def take(self, adapters: Sequence[AdapterChoice], virtual_tokens: int) -> AdapterLease:
@@ -456,7 +456,7 @@ class AdapterLeases:
             self._on_idle(idle)
 
 
-def _count(counts: Counter[str], adapters: Sequence[AdapterChoice], step: int) -> None:
+def _count(counts: defaultdict[str, int], adapters: Sequence[AdapterChoice], step: int) -> None:
     """Count by name without version, as requests name them. Names with count 0 are removed."""
     for item in adapters:
         name = item.name.partition("@")[0]

@@ -17,7 +17,6 @@ from coterie.core.events import Finished, InferenceMetrics
 from coterie.core.receipt import CLOSED, OPEN, Receipt, ReceiptPlan, ReceiptTimings, reason_of
 from coterie.core.request import InferenceRequest, own_tenant
 from coterie.routing.router import NOT_READY
-from coterie.service.ensemble import steer_request
 from coterie.service.receipts.context import context_of
 from coterie.service.receipts.context import encoded as context_bytes
 from coterie.service.receipts.decisions import (
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from coterie.obs.tracing.spans import InferenceTrace
     from coterie.obs.tracing.tracer import RequestTracer
     from coterie.service.breaker.control import EnsembleControl
-    from coterie.service.breaker.steering import SteeredPlan
+    from coterie.service.breaker.steering import SteeredPlan, SteerRequest
     from coterie.service.plan import RequestRun
     from coterie.service.records.log import InferenceRecords
 
@@ -140,25 +139,31 @@ class OpenReceipt:
         # None until the request is admitted or refused
         self.receipt: Receipt | None = None
 
-    def steered(self, run: RequestRun, steered: SteeredPlan, control: EnsembleControl) -> None:
+    def steered(
+        self,
+        run: RequestRun,
+        request: SteerRequest,
+        steered: SteeredPlan,
+        control: EnsembleControl,
+    ) -> None:
         """Note what the decision was made from. `run` has the router's plan; one that memory or an
         unfinished index has changed is not noted."""
-        plan, request, config = run.plan, run.request, run.snapshot.config
+        plan, request_id, config = run.plan, run.request.id, run.snapshot.config
         trace = plan.trace
         if run.was_reduced or (trace is not None and NOT_READY in trace.degraded):
             return
         self._writer.keep_context(run, control)
         self._decision = DecisionRecord(
-            request.id,
+            request_id,
             time.time(),
             config.digest,
             "" if trace is None else trace.router_version,
-            asked_route(request, steer_request(run), config.routing),
+            asked_route(run.request, request, config.routing),
             None if trace is None else stored_input(trace.classified),
             stored_candidates(plan),
             0.0 if trace is None else trace.threshold,
             stored_route(plan),
-            steering_inputs(control, plan, request.id, steered.at),
+            steering_inputs(control, plan, request_id, steered.at),
             stored_steering(steered),
         )
 
