@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from coterie.routing.features.instruction import PromptInstruction
+from coterie.routing.features.instruction import PromptInstruction, words
 
 # length read at each end of a text: a request is before its material or after it
 _HEAD_CHARS, _TAIL_CHARS = 300, 150
@@ -125,8 +125,11 @@ NAMES = (
 
 def signs(text: str, request: PromptInstruction) -> tuple[bool, ...]:
     """One for each of NAMES. `request` is the instruction of the text."""
-    lowered = _ends(text).lower()
-    lacks = set(_RUN.findall(lowered)).isdisjoint
+    ends = _ends(text)
+    lowered = ends.lower()
+    # in ASCII the words that the sketch has read are the same runs, digits and marks
+    runs = words(text) if ends is text and text.isascii() else _RUN.findall(lowered)
+    lacks = set(runs).isdisjoint
     tokens = request.words[:_MAX_WORDS]
     changes = not _CHANGE_WORDS.isdisjoint(tokens)
     replies = not _REPLY_WORDS.isdisjoint(tokens)

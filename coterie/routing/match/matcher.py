@@ -94,6 +94,7 @@ class Matcher:
             nearest = self._graph.search(_column(query), _GRAPH_FACTOR * k)
             rows = np.array([row for row, _ in nearest], np.int64)
         word_scores = self._word_scores(query, rows)
+        is_all = self._graph is None and len(rows) <= k
         if len(rows) > k:
             rough = self._short[rows] if self._graph is not None else self._short
             best = np.argpartition(rough @ _short_query(query) + word_scores, -k)[-k:]
@@ -101,7 +102,9 @@ class Matcher:
         form = np.concatenate((_ONE, query.form))
         meaning = np.concatenate((_ONE, query.meaning))
         pairs = (form[:, None] * meaning).ravel()
-        scores: NDArray[np.float32] = self._joint[rows] @ pairs + word_scores
+        # without a copy if these are all rows, in order
+        joint = self._joint if is_all else self._joint[rows]
+        scores: NDArray[np.float32] = joint @ pairs + word_scores
         return rows, scores
 
     def _word_scores(self, query: TextSketch, rows: NDArray[np.int64]) -> NDArray[np.float32]:

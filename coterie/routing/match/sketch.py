@@ -210,7 +210,7 @@ _NUM_PATTERNS = 16
 _DIGIT, _YEAR = re.compile(r"\d"), re.compile(r"\d{4}")
 # a table with its columns, a list of three
 _TABLE, _LIST = re.compile(r"\w ?\(\w+(, ?\w+)+\)"), re.compile(r"\w, \w+, \w")
-_CODE_MARK, _NEXT_SENTENCE = re.compile(r"[;={}]"), re.compile(r"[.?!]\s+\S")
+_NEXT_SENTENCE = re.compile(r"[.?!]\s+\S")
 _CAPITALS, _THREE_LINES = re.compile(r"\b[A-Z]{2,}\b"), re.compile(r"\n(?:.*\n){2}")
 _ASKS_AT_END = re.compile(r"\?\s*$")
 _CAPITALISED = re.compile(r"\b[A-Z][a-z]+")
@@ -272,14 +272,15 @@ def _patterns(text: str) -> tuple[bool, ...]:
     """`_NUM_PATTERNS` of them. A pattern is searched for only if the text has what every match
     contains."""
     has_digit, asks, has_line = _DIGIT.search(text) is not None, "?" in text, "\n" in text
+    has_brace = "{" in text
     return (
         has_digit,
         has_digit and _YEAR.search(text) is not None,
         "(" in text and _TABLE.search(text) is not None,
         ", " in text and _LIST.search(text) is not None,
-        "{" in text,
+        has_brace,
         "<" in text,
-        _CODE_MARK.search(text) is not None,
+        has_brace or ";" in text or "=" in text or "}" in text,
         _NEXT_SENTENCE.search(text) is not None,
         _CAPITALS.search(text) is not None,
         "/" in text,
