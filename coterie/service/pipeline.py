@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -47,6 +47,7 @@ from coterie.service.adapters.admin import AdapterAdmin
 from coterie.service.adapters.catalog import AdapterLease
 from coterie.service.adapters.conversation import ConversationPredictor
 from coterie.service.batches.service import BatchParts, BatchService
+from coterie.service.begun_events import BegunEvents
 from coterie.service.dashboard.activity import RequestActivity
 from coterie.service.dashboard.feed import DashboardFeed
 from coterie.service.dashboard.sections import DashboardSections
@@ -295,38 +296,36 @@ class Pipeline:
         `on_abort` with the metrics of a request that was closed before its end."""
         plan, ended, trace = planned.plan, on_abort or _ignored, planned.receipt.trace
         if plan.alternates or plan.adapters or planned.run.served.is_remote:
-            events = self._with_others(planned, on_plan or _ignored, ended)
+            events: AsyncGenerator[Event, None] = BegunEvents(
+                partial(self._begun, planned, on_plan or _ignored, ended)
+            )
         else:
             events = self._events(planned, ended)
         return events if trace is None or not trace.owns_root else _traced(events, trace)
 
-    async def _with_others(
+    async def _begun(
         self,
         planned: PlannedRequest,
         on_plan: Callable[[RoutePlan], None],
         on_abort: Callable[[InferenceMetrics], None],
-    ) -> AsyncGenerator[Event, None]:
-        """The events. Before the first of them another plan may take the place of this one, each
-        kind once: without adapters that cannot be loaded and that the caller did not name; with the
-        specialist that stands in for another server that failed; with an alternate that the router
-        found likely enough, if there is no room. From the first token on nothing changes."""
+    ) -> tuple[Event, AsyncGenerator[Event, None]]:
+        """The first event, and the others. Before it another plan may take the place of this one,
+        each kind once: without adapters that cannot be loaded and that the caller did not name;
+        with the specialist that stands in for another server that failed; with an alternate that
+        the router found likely enough, if there is no room."""
         attempt, is_remote = planned, planned.run.served.is_remote
         refusal: Overloaded | None = None
         while True:
-            is_first, has_started = attempt is planned, False
+            is_first = attempt is planned
             may_fail = is_first and (is_remote or bool(planned.plan.adapters))
             other: PlannedRequest | None = None
             events = self._events(attempt, on_abort)
             try:
-                async with aclosing(events):
-                    async for event in events:
-                        if not has_started and may_fail and isinstance(event, Failed):
-                            raise from_code(
-                                event.code, event.message, retry_after_s=event.retry_after_s
-                            )
-                        has_started = True
-                        yield event
-                return
+                event = await anext(events)
+                if not (may_fail and isinstance(event, Failed)):
+                    return event, events
+                await events.aclose()
+                raise from_code(event.code, event.message, retry_after_s=event.retry_after_s)
             except Overloaded as refused:
                 if refusal is not None:
                     # the first choice is what the caller should wait for
@@ -340,12 +339,12 @@ class Pipeline:
                     raise
                 refusal = refused
             except Unavailable:
-                if is_first and is_remote and not has_started:
+                if is_first and is_remote:
                     other = self._stand_in(planned)
                 if other is None:
                     raise
             except WeightsError:
-                if not may_fail or is_remote or has_started:
+                if not may_fail or is_remote:
                     raise
             attempt = other or await self._without_damaged(planned)
             on_plan(attempt.plan)
