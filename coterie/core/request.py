@@ -241,7 +241,7 @@ EVERY_RIGHT = KeyRights(MAX_PRIORITY)
 
 def own_tenant(tenant: str) -> str:
     """The tenant without its salt. A salt separates a tenant's prefix blocks and nothing else."""
-    return tenant.partition("+")[0]
+    return tenant.partition("+")[0] if "+" in tenant else tenant
 
 
 @quick_init

@@ -69,7 +69,9 @@ class SpecialistSeries:
             moe.io_s,
         )
         for series, amount in zip(self._spent.values(), seconds, strict=True):
-            series.add(amount)
+            # most are 0; without a call
+            if amount:
+                series.value += amount
 
     def _value(self, name: str) -> MetricValue:
         return self.registry.value(name, self.specialist)

@@ -33,6 +33,7 @@ from coterie.core.sampling import (
     SAMPLING_FIELDS,
     TUNED_FIELDS,
     SamplingField,
+    draw_seed,
     resolve_sampling,
     value_of,
 )
@@ -260,3 +261,11 @@ def test_defaults_and_tuned_values_are_in_range() -> None:
             assert value_of(Sampling(**given), name) == row.high
     for values in TASK_VALUES.values():
         assert all(FIELDS[name].takes(value) for name, value in values.items())
+
+
+def test_drawn_seeds_are_many_different_numbers_that_json_keeps() -> None:
+    drawn = [draw_seed() for _ in range(1000)]
+    assert len(set(drawn)) == 1000
+    assert all(0 <= seed < 2**53 and int(float(seed)) == seed for seed in drawn)
+    # every bit is drawn
+    assert all(300 < sum(seed >> bit & 1 for seed in drawn) < 700 for bit in range(53))
