@@ -45,7 +45,7 @@ class Encoders:
         return self.served.post(path, body, authorization=f"Bearer {key}", **headers)
 
     def metric(self, name: str) -> float:
-        return self.served.metric(name, authorization=f"Bearer {FULL}")
+        return self.served.metric(name, FULL)
 
 
 @pytest.fixture(scope="module")

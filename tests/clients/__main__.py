@@ -1,8 +1,8 @@
 """`python -m tests.clients [NAME ...]`: clients of others, each in an environment of its own.
 
 The default model and two encoders are served for the SDKs; a tiny one with a long context for the
-agents, whose prompts alone have 10,000 tokens and more. Prints what was tried with each client and
-how it went.
+agents, whose prompts alone have 10,000 tokens and more, and a scripted one for turns that use their
+tools. Prints what was tried with each client and how it went.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+from tests.clients.agents import AGENTS, TURNS, Agent, AgentTurns
 from tests.clients.bigram import SENTENCE, bigram_checkpoint
 from tests.clients.clients import CLIENTS, Client, NotInstalled
 from tests.helpers.serving.server_process import Served
@@ -126,6 +129,24 @@ def run(client: Client, environment: dict[str, str]) -> Iterator[Row]:
     if done.returncode != 0:
         said = f"failed: exit status {done.returncode}: {done.stderr[-1500:]}"
         yield Row(client.name, client.version, "-", said)
+    if client.name in AGENTS:
+        yield from run_turns(AGENTS[client.name])
+
+
+def run_turns(agent: Agent) -> Iterator[Row]:
+    """Its turns with tools, each whatever became of those before."""
+    with tempfile.TemporaryDirectory(prefix="coterie-agent-") as folder:
+        turns = AgentTurns(agent, Path(folder))
+        try:
+            for name in TURNS:
+                try:
+                    result = "works: " + getattr(turns, name)()
+                except (AssertionError, subprocess.TimeoutExpired) as error:
+                    result = f"failed: {error}"
+                tried = f"turn with tools, {name} (scripted model)"
+                yield Row(agent.client.name, agent.client.version, tried, result)
+        finally:
+            turns.close()
 
 
 if __name__ == "__main__":

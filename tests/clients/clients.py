@@ -73,6 +73,15 @@ class Client:
             raise NotInstalled(_reason(done.stderr or done.stdout))
         stamp.write_text(wanted)
 
+    def npm_answers(self) -> bool:
+        """Whether the registry can be asked for the client at all."""
+        try:
+            command = [_found("npm"), "view", self.packages[0].rpartition("@")[0], "name"]
+        except NotInstalled:
+            return False
+        done = subprocess.run(command, capture_output=True, timeout=INSTALL_S)
+        return done.returncode == 0
+
 
 def _found(program: str) -> str:
     """The system's, or the one that `make` put into the virtual environment."""

@@ -118,12 +118,14 @@ class Served:
             with error:
                 return Reply(error.code, dict(error.headers), error.read())
 
-    def metric(self, name: str, **headers: str) -> float:
-        """The sum of a metric's samples."""
+    def metric(self, name: str, key: str = "", **labels: str) -> float:
+        """The sum of a metric's samples, of those with these labels. `key`: of a caller."""
+        headers = {"authorization": f"Bearer {key}"} if key else {}
         text = self.get("/metrics", **headers).body.decode()
-        found = re.findall(rf"^{re.escape(name)}(?:\{{.*?\}})? (\S+)$", text, re.MULTILINE)
+        found = re.findall(rf"^{re.escape(name)}(?:\{{(.*?)\}})? (\S+)$", text, re.MULTILINE)
         assert found, f"no metric {name}"
-        return sum(float(value) for value in found)
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(float(value) for given, value in found if all(one in given for one in wanted))
 
 
 def own_home(path: Path, *, shared: tuple[str, ...] = ("kernels", "routing")) -> Path:
