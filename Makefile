@@ -8,7 +8,7 @@ NODE := $(VENV)/.node
 # hundreds of processes start in the tests: each would compile the package again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run check house test slice test-all bench bench-peers clients foreign-suites docs clean
+.PHONY: setup run check house test slice test-all bench bench-peers clients foreign-suites docs docs-site clean
 
 setup: $(STAMP)
 
@@ -77,6 +77,11 @@ docs: setup
 	$(BIN)/python scripts/generate_docs.py
 	$(BIN)/python scripts/generate_sdk.py
 	$(BIN)/python scripts/generate_proto.py
+
+# the pages as a site in build/site, its links checked
+docs-site: setup
+	@$(BIN)/python -m pip install -q --disable-pip-version-check mkdocs-material==9.6.22
+	$(BIN)/python scripts/make_site.py
 
 clean:
 	rm -rf $(VENV) .venv-peers* .cache build dist *.egg-info sdk/typescript/node_modules sdk/typescript/dist

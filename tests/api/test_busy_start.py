@@ -120,9 +120,7 @@ def check_starts(folder: Path, starts: int, turns: int) -> None:
         served.stop(signal.SIGKILL)
 
 
-# the tests beside this one keep the machine busy too
-@pytest.mark.parametrize("busy_machine", [1], indirect=True)
-@pytest.mark.usefixtures("busy_machine")
+# the tests beside this one keep the machine busy
 def test_a_busy_start_answers_and_never_forks(tmp_path: Path) -> None:
     check_starts(tmp_path, 1, turns=1)
 
