@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -128,7 +128,7 @@ def _context(cards: Sequence[dict[str, Any]], name: str) -> int | None:
     return min(found) if any(card["id"] == name for card in cards) else None
 
 
-def _exports(values: dict[str, str | int]) -> str:
+def _exports(values: Mapping[str, str | int]) -> str:
     return "\n".join(f"export {name}={value}" for name, value in values.items())
 
 

@@ -80,6 +80,13 @@ def test_fields_of_completion(server: Served) -> None:
     assert scored[0]["id"] == scored[0]["top_logprobs"][0]["id"]
     never = ASK | {"logit_bias": [[scored[0]["id"], False]], "return_tokens": True}
     assert scored[0]["id"] not in server.post("/completion", never).json["tokens"]
+    theirs = ASK | {"logit_bias": {str(scored[0]["id"]): -100}, "return_tokens": True}
+    assert scored[0]["id"] not in server.post("/completion", theirs).json["tokens"]
+    told = ASK | {"prompt": {"prompt_string": ASK["prompt"]}}
+    assert (
+        server.post("/completion", told).json["content"]
+        == server.post("/completion", ASK).json["content"]
+    )
     warmed = server.post("/completion", ASK | {"n_predict": 0}).json
     assert (warmed["content"], warmed["tokens_predicted"]) == ("", 0)
     chosen = ASK | {"response_fields": ["content", "timings/prompt_n", "nothing/here"]}
@@ -103,6 +110,13 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("/completion", ASK | {"logit_bias": [[1.5, 1]]}, 400, "logit_bias"),
     ("/completion", ASK | {"logit_bias": [[1, 1000]]}, 400, "logit_bias"),
     ("/completion", ASK | {"prompt": [99999]}, 400, "99999"),
+    ("/completion", ASK | {"logit_bias": {"the": -1}}, 400, "token ids"),
+    (
+        "/completion",
+        {"prompt": {"prompt_string": "x", "multimodal_data": ["aGk="]}},
+        400,
+        "only text",
+    ),
     ("/infill", {"input_prefix": "a", "input_suffix": "b"}, 400, "does not fill gaps"),
     ("/infill", {"input_extra": [{"filename": 5, "text": "x"}]}, 400, "input_extra"),
     ("/apply-template", {"messages": []}, 400, "messages"),

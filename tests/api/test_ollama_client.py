@@ -183,7 +183,7 @@ def test_tools(caller: ollama.Client, taught_server: Served) -> None:
         options=greedy,
     )
     assert first.message.content == SPOKEN and first.done_reason == "stop"
-    [call] = list(first.message.tool_calls or [])
+    [call] = first.message.tool_calls or []
     assert (call.function.name, call.function.arguments) == ("weather", {"city": "Paris"})
     result = {"role": "tool", "content": RESULTS["Paris"], "tool_name": "weather"}
     told: list[Any] = [{"role": "user", "content": ONE}, first.message, result]

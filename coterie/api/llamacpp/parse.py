@@ -7,7 +7,14 @@ from dataclasses import replace
 
 from coterie.api.body_fields import positive_top_p, refuse_fields
 from coterie.api.dialect import CallerInfo, ParsedRequest
-from coterie.api.llamacpp.types import InfillBody, LlamaCompletionBody, LlamaFields, PromptPart
+from coterie.api.llamacpp.types import (
+    InfillBody,
+    LlamaCompletionBody,
+    LlamaFields,
+    PromptPart,
+    TextPrompt,
+)
+from coterie.api.openai.parse import logit_biases
 from coterie.api.response_format import response_format_of, schema_format
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
 from coterie.core.request import (
@@ -64,6 +71,11 @@ async def completion_prompt(
     """`tokenizer` is None for a model on another server."""
     if isinstance(body.prompt, str):
         return Text(body.prompt)
+    if isinstance(body.prompt, TextPrompt):
+        if body.prompt.multimodal_data:
+            text = "prompt.multimodal_data: only text can be read here"
+            raise UnsupportedFeature(text, param="prompt.multimodal_data")
+        return Text(body.prompt.prompt_string)
     if all(isinstance(part, int) for part in body.prompt):
         return Tokens(tuple(part for part in body.prompt if isinstance(part, int)))
     texts = [part for part in body.prompt if isinstance(part, str)]
@@ -120,10 +132,16 @@ def _sampling(body: LlamaFields) -> Sampling:
         repetition_penalty=None if is_off else body.repeat_penalty,
         presence_penalty=None if is_off else body.presence_penalty,
         frequency_penalty=None if is_off else body.frequency_penalty,
-        logit_bias=tuple(sorted(map(_bias, body.logit_bias or ()))),
+        logit_bias=_biases(body),
         seed=None if body.seed is None or body.seed < 0 else body.seed,
         logprobs=body.n_probs or None,
     )
+
+
+def _biases(body: LlamaFields) -> tuple[tuple[int, float], ...]:
+    if isinstance(body.logit_bias, dict):
+        return logit_biases(body.logit_bias)
+    return tuple(sorted(map(_bias, body.logit_bias or ())))
 
 
 def _bias(pair: list[bool | float]) -> tuple[int, float]:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from coterie.api.body import RequestBody
 from coterie.api.body_fields import sampling_field, top_p_from_zero
 from coterie.api.openai.types import (
+    BiasAmount,
     ChatMessage,
     ChatTemplateText,
     StopStrings,
@@ -52,7 +53,12 @@ class LlamaFields(RequestBody):
     seed: int | None = sampling_field("seed")
     stop: StopStrings | None = None
     ignore_eos: bool | None = None
-    logit_bias: Annotated[list[BiasPair], Field(max_length=1024)] | None = None
+    # pairs, or OpenAI's object
+    logit_bias: (
+        Annotated[list[BiasPair], Field(max_length=1024)]
+        | Annotated[dict[str, BiasAmount], Field(max_length=1024)]
+        | None
+    ) = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
     # alternatives for each token
@@ -63,9 +69,16 @@ class LlamaFields(RequestBody):
     response_fields: Annotated[list[str], Field(max_length=MAX_FIELDS)] | None = None
 
 
+class TextPrompt(RequestBody):
+    """llama.cpp's form of a prompt that may have pictures."""
+
+    prompt_string: str
+    multimodal_data: list[str] | None = None
+
+
 class LlamaCompletionBody(LlamaFields):
     # text, tokens, or both in turn
-    prompt: str | Annotated[list[PromptPart], Field(min_length=1)]
+    prompt: str | TextPrompt | Annotated[list[PromptPart], Field(min_length=1)]
 
 
 class ExtraFile(RequestBody):

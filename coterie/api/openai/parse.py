@@ -265,7 +265,7 @@ def sampling_of(
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
-        logit_bias=_logit_bias(body.logit_bias),
+        logit_bias=logit_biases(body.logit_bias),
         seed=seed_of(body.seed),
         n=body.n,
         num_beams=beams,
@@ -290,7 +290,7 @@ def _truncation(body: CompletionFields) -> PromptTruncation | None:
     return PromptTruncation(None if most < 0 else most, keeps_start=body.truncation_side == "right")
 
 
-def _logit_bias(given: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
+def logit_biases(given: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
     if not given:
         return ()
     odd = [key for key in given if not (key.isascii() and key.isdigit() and len(key) < 10)]
