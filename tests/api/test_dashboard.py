@@ -61,7 +61,9 @@ def home() -> Iterator[Path]:
     path = own_home(Path(tempfile.mkdtemp(prefix="coterie-home-")))
     (path / "admins.txt").write_text(ADMIN + "\n")
     (path / "keys.txt").write_text(f"{FIRST}\n{SECOND}\n")
-    models = {"model": tiny_checkpoint("llama"), "experts": tiny_checkpoint("qwen3_moe")}
+    # a copy: what is served leaves its heatmap beside the model
+    experts = shutil.copytree(tiny_checkpoint("qwen3_moe"), path / "moe")
+    models = {"model": tiny_checkpoint("llama"), "experts": experts}
     (path / "coterie.toml").write_text(SETTINGS.format(home=path, **models))
     for name in ("admins.txt", "keys.txt"):
         (path / name).chmod(0o600)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -74,7 +75,9 @@ def scrape(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The families of a real server by name."""
     folder = tmp_path_factory.mktemp("ops")
     file = folder / "coterie.toml"
-    dense, mixture = tiny_checkpoint("llama"), tiny_checkpoint("qwen3_moe")
+    # a copy: what is served leaves its heatmap beside the model
+    mixture = shutil.copytree(tiny_checkpoint("qwen3_moe"), folder / "moe")
+    dense = tiny_checkpoint("llama")
     file.write_text(SETTINGS.format(dense=dense, mixture=mixture))
     served = Served("--config", str(file), COTERIE_HOME=str(own_home(folder / "home")))
     try:

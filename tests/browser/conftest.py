@@ -117,7 +117,8 @@ def config_file(home: Path, *, has_callers: bool, has_experts: bool) -> Path:
     keys = f'api_key_file = "{home}/keys.txt"' if has_callers else ""
     text = SETTINGS.format(home=home, keys=keys, model=tiny_checkpoint("llama"))
     if has_experts:
-        text += EXPERTS.format(model=tiny_checkpoint("qwen3_moe"))
+        # a copy: what is served leaves its heatmap beside the model
+        text += EXPERTS.format(model=shutil.copytree(tiny_checkpoint("qwen3_moe"), home / "moe"))
     file = home / "coterie.toml"
     file.write_text(text)
     return file
