@@ -103,8 +103,8 @@ def request(rng: random.Random) -> InferenceRequest:
     )
 
 
-def shaken(pipeline: Pipeline, rng: random.Random) -> None:
-    """Another state of the specialists: load, spikes, breakers, an operator."""
+def shaken(pipeline: Pipeline, rng: random.Random, overrides: bool) -> None:
+    """Another state of the specialists: load, spikes, breakers, an operator if `overrides`."""
     control = pipeline.ensemble.control
     for name, watch in control.watches.items():
         watch.spike.level, watch.spike.load = rng.choice((0, 0, 1, 2)), rng.random() * 1.5
@@ -112,7 +112,7 @@ def shaken(pipeline: Pipeline, rng: random.Random) -> None:
         watch.is_held = name == "sql-desk" and rng.random() < 0.5
     for _ in range(rng.randrange(5)):
         control.judged("sql-desk", (), "sql", rng.random() < 0.9)
-    if rng.random() < 0.2:
+    if overrides:
         control.set_thresholds("sql", "tests", spill_below=rng.random())
 
 
@@ -157,7 +157,7 @@ def logged(folder: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> Path:
             done = 0
             while done < count:
                 if done % 8 == 0:
-                    shaken(pipeline, rng)
+                    shaken(pipeline, rng, overrides=done % 40 == 0)
                 try:
                     events = [event async for event in pipeline.handle(request(rng))]
                 except Exception as error:
