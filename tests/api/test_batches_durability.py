@@ -49,6 +49,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return own_home(tmp_path_factory.mktemp("durable") / "home")
 
 
+@pytest.mark.full
 def test_batches_outlive_a_killed_server_and_end_once(home: Path) -> None:
     first = batch_server(home, SMALL)
     try:

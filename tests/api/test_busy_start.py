@@ -112,7 +112,7 @@ def check_starts(folder: Path, starts: int, turns: int) -> None:
                 content_type="application/octet-stream",
             )
             assert reply.status == 201, reply.body
-        live(served, house, 1)
+        live(served, house, turns - 1)
         for _ in range(starts):
             served = house.serve()
             live(served, house, turns)

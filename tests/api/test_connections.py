@@ -243,6 +243,7 @@ def test_connections_have_a_limit(impatient: Served) -> None:
     assert len(told) < 50
 
 
+@pytest.mark.full
 def test_a_key_file_that_all_can_read(tmp_path: Path) -> None:
     keys, admins = tmp_path / "keys.txt", tmp_path / "admins.txt"
     keys.write_text("some-key\n")

@@ -115,6 +115,7 @@ def until_refused(served: Served, refusal: type[Exception], ask: Callable[[], ob
     raise AssertionError("never refused")
 
 
+@pytest.mark.full
 def test_clients_return_and_are_served(strict_server: Served) -> None:
     messages = [{"role": "user", "content": "again"}]
     with openai.OpenAI(base_url=f"{strict_server.url}/v1", api_key=KEYS[0], max_retries=0) as hasty:

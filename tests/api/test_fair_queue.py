@@ -197,6 +197,7 @@ def test_who_waits_as_told_gets_in(house: Served, turns: int, share: float) -> N
     assert sum(first_retries) / len(first_retries) >= share, first_retries
 
 
+@pytest.mark.full
 def test_urgent_requests_without_keys_leave_a_place_for_the_others() -> None:
     served = Served(
         str(tiny_checkpoint("llama", max_position_embeddings=8192)),

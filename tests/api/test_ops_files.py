@@ -172,6 +172,7 @@ def checked(expression: str, live: dict[str, set[str]]) -> list[tuple[str, str, 
     return used
 
 
+@pytest.mark.full
 def test_a_wrong_expression_is_found(live: dict[str, set[str]]) -> None:
     for wrong in (
         "coterie_unheard_of",
@@ -188,6 +189,7 @@ def test_a_wrong_expression_is_found(live: dict[str, set[str]]) -> None:
         checked("rate(coterie_failures_total[5m", live)
 
 
+@pytest.mark.full
 def test_every_expression_of_the_dashboard_finds_its_series(live: dict[str, set[str]]) -> None:
     expressions = grafana_expressions()
     for expression in expressions:
@@ -219,6 +221,7 @@ def test_the_dashboard_is_whole() -> None:
         assert re.match(r"label_values\((coterie_|vllm:)\w+_total(\{.*\})?, \w+\)$", query), query
 
 
+@pytest.mark.full
 def test_every_alert_finds_its_series(scrape: Any, live: dict[str, set[str]]) -> None:
     rules = alert_rules()
     assert len(rules) > 15 and len({rule["alert"] for rule in rules}) == len(rules)

@@ -268,7 +268,7 @@ def test_a_traceparent_is_continued_and_its_flag_honoured(
     assert other not in near.log()
 
 
-@pytest.mark.parametrize("bad", ["", "nonsense", f"00-{'0' * 32}-{SPAN}-01", "00-" + "z" * 52])
+@pytest.mark.parametrize("bad", ["nonsense", f"00-{'0' * 32}-{SPAN}-01"])
 def test_a_malformed_traceparent_is_ignored(
     near: Served, receiver: TraceReceiver, bad: str
 ) -> None:

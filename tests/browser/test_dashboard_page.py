@@ -77,6 +77,7 @@ def test_first_paint_is_under_a_second(open_server: Served, new_page: NewPage) -
     assert min(times) < 1000, times
 
 
+@pytest.mark.full
 def test_it_shows_every_specialist(open_server: Served, new_page: NewPage) -> None:
     page = new_page(open_server)
     rows = page.locator("#specialists-body tbody tr")
@@ -375,6 +376,7 @@ def test_dark_and_light(open_server: Served, new_page: NewPage) -> None:
     assert dark.evaluate(colour) == night
 
 
+@pytest.mark.full
 def test_hostile_text_stays_text(open_server: Served, new_page: NewPage) -> None:
     page = new_page(open_server, admin=ADMIN)
     ask(open_server, HOSTILE, model=HOSTILE)

@@ -182,6 +182,7 @@ def test_a_broken_model_is_one_line(tmp_path: Path, command: Command) -> None:
         assert str(broken) in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_run_json(tiny: str, command: Command) -> None:
     asked = ["--max-tokens", "12", "--temperature", "0", "--json", "--ignore-eos"]
     by_text = json.loads(command("run", tiny, "--prompt", "hello", *asked).stdout)
@@ -237,6 +238,7 @@ def test_the_default_model_knows_paris(default_model_path: Path) -> None:
     assert "Paris" in done.stdout
 
 
+@pytest.mark.full
 def test_chat_through_a_pipe(tiny: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ["--max-tokens", "6", "--temperature", "0"]
     done = coterie("chat", tiny, *asked, text="hello\n/reset\nhello\nhello\n/odd\n/exit\nunread\n")
@@ -365,6 +367,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.full
 def test_run_and_doctor_on_a_bare_machine(tiny: str) -> None:
     """torch, numpy, safetensors, tokenizers and jinja2 are enough."""
 
@@ -395,6 +398,7 @@ def until_running(url: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full
 def test_a_second_interrupt_stops_at_once(tiny: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as sink:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.parametrize(("kind", "backend"), PATHS)
 
 def test_alone(kind: str, backend: str) -> None:
     path = tiny_checkpoint(kind)
-    prompts = random_prompts(path, 16)[:6]
+    prompts = random_prompts(path, 16)[:3]
     got = run(model_at(path, backend), path, prompts, waves=len(prompts), prefix_cache=False)
     assert got.tokens == expected(path, prompts, got)
 

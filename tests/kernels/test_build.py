@@ -183,6 +183,7 @@ def replace_by_link(module: Path) -> None:
     module.symlink_to(elsewhere)
 
 
+@pytest.mark.full
 @needs_compiler
 def test_a_harmed_module_is_built_again(tmp_path: Path) -> None:
     """A module that is cut short ends the process that loads it; one of others runs their code."""

@@ -27,7 +27,8 @@ CASES += [f"spans{road}/fp32/float32" for road in ("", " flip", " flat", " balan
 CASES += ["spans/int4/float16", "spans without slots/fp32/float32"]
 # the interpreter is slow: `make test` runs the others
 MORE = [f"{road}/int4/float32" for road in ROADS] + ["tiles/int4/float16", "groups/int8/float32"]
-MORE += ["spans without slots/fp32/float32"]
+MORE += ["spans without slots/fp32/float32", "spans flat/fp32/float32", "tiles/int8/float32"]
+MORE += ["spans flip/fp32/float32", "gluon 1/int4/float16"]
 TWINS = [case for case in CASES if case not in MORE]
 # sorted with the same scratch one after the other
 SORTS = ["sort/order", "sort/again", "sort/balanced", "sort/few", "sort/none"]

@@ -152,7 +152,13 @@ def drawn_step(rng: random.Random, phase: str) -> StepDemands:
     return StepDemands(rows, None, phase)
 
 
-@pytest.mark.parametrize("text", [*STRATEGIES, "layer_grouped:3+lru", "hot_cached_static+lru"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, marks=() if text in ("lru", "adaptive", "chunked") else pytest.mark.full)
+        for text in (*STRATEGIES, "layer_grouped:3+lru", "hot_cached_static+lru")
+    ],
+)
 @pytest.mark.parametrize(
     "num_slots",
     [pytest.param(0, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full), 5],

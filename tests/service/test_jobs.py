@@ -172,6 +172,7 @@ async def die(jobs: JobService) -> None:
     store._thread.shutdown()
 
 
+@pytest.mark.full
 def test_an_engine_that_is_full_makes_jobs_wait_and_never_fail(
     on_pipeline: Callable[[Test], None], tmp_path: Path
 ) -> None:

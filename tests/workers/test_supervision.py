@@ -65,6 +65,7 @@ def test_a_lost_socket_folder_is_made_again() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.full
 def test_a_worker_that_hangs_while_it_loads_is_replaced() -> None:
     async def test() -> None:
         replica = ProcessReplica(tiny_spec(), QUICK)
