@@ -302,10 +302,10 @@ def _ollama_routes(ends: OllamaDialect) -> Sequence[RouteRow]:
             _POST, "/api/generate", ends.ollama_generate, "ollama", text, OllamaGenerateBody,
             headers=_STEERING,
         ),
-        RouteRow(_GET, "/api/tags", ends.ollama_tags, "ollama", listed),
+        RouteRow(_PROBE, "/api/tags", ends.ollama_tags, "ollama", listed),
         RouteRow(_GET, "/api/ps", ends.ollama_ps, "ollama", listed),
         RouteRow(_POST, "/api/show", ends.ollama_show, "ollama", shown, OllamaShowBody),
-        RouteRow(_GET, "/api/version", ends.ollama_version, "ollama", version),
+        RouteRow(_PROBE, "/api/version", ends.ollama_version, "ollama", version),
         RouteRow(_POST, "/api/embed", ends.ollama_embed, "ollama", embedded, OllamaEmbedBody),
         RouteRow(
             _POST, "/api/embeddings", ends.ollama_embeddings, "ollama", old_embedded,

@@ -84,6 +84,7 @@ class ClaimedRequest:
     """A request that runs now. `crashes`: servers that died while it ran in them."""
 
     id: int
+    line: int
     custom_id: str
     start: int
     length: int
@@ -255,15 +256,18 @@ class BatchTables:
         query = f"SELECT count(*) FROM requests WHERE batch = ? AND state = '{PENDING}'"
         return int(self._sql.execute(query, (batch_id,)).fetchone()[0])
 
-    def claim(self, batch_id: str, status: str) -> ClaimedRequest | None:
-        """The next request, in the order of lines; those that were in crashes come last."""
+    def claim(self, batch_id: str, status: str, after: int = 0) -> ClaimedRequest | None:
+        """The next request, in the order of lines; those that were in crashes come last. `after`:
+        those behind this line first."""
         row = self._sql.execute(
             f"UPDATE requests SET state = '{RUNNING}' WHERE id = (SELECT id FROM requests "
-            f"WHERE batch = ? AND state = '{PENDING}' ORDER BY crashes, line LIMIT 1) "
+            f"WHERE batch = ? AND state = '{PENDING}' AND line > ? ORDER BY crashes, line LIMIT 1) "
             "AND EXISTS (SELECT 1 FROM batches WHERE id = ? AND status = ?) "
-            "RETURNING id, custom_id, start, length, crashes",
-            (batch_id, batch_id, status),
+            "RETURNING id, line, custom_id, start, length, crashes",
+            (batch_id, after, batch_id, status),
         ).fetchone()
+        if row is None and after:
+            return self.claim(batch_id, status)
         return None if row is None else ClaimedRequest(*row)
 
     def requeue(self, request_id: int) -> bool:

@@ -64,7 +64,13 @@ class FileTable:
         return None if row is None else StoredFile(*row)
 
     def page(
-        self, tenant: str, purpose: str | None, after: str | None, limit: int, newest_first: bool
+        self,
+        tenant: str,
+        purpose: str | None,
+        after: str | None,
+        limit: int,
+        newest_first: bool,
+        now: float,
     ) -> list[StoredFile] | None:
         """One more than `limit` if there are more; None if there is no file `after`."""
         seq = 0
@@ -77,10 +83,12 @@ class FileTable:
         compare, order = ("<", "DESC") if newest_first else (">", "ASC")
         rows: Sequence[Any] = self._sql.execute(
             f"SELECT {_FILE} FROM files WHERE tenant = :tenant AND purpose IN ({_LISTED}) "
-            "AND (:purpose IS NULL OR purpose = :purpose) "
+            "AND (:purpose IS NULL OR purpose = :purpose) AND expires_at > :now "
             f"AND (:seq = 0 OR seq {compare} :seq) ORDER BY seq {order} LIMIT :limit",
-            {"tenant": tenant, "purpose": purpose, "seq": seq, "limit": limit + 1},
-        ).fetchall()
+            {
+                "tenant": tenant, "purpose": purpose, "seq": seq, "limit": limit + 1, "now": now,
+            },
+        ).fetchall()  # fmt: skip
         return [StoredFile(*row) for row in rows]
 
     def remove(self, file_id: str, tenant: str) -> bool:
