@@ -20,7 +20,12 @@ from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.http_peer import DONE, HEAD, Peer, chunk, saying, serving
 from tests.helpers.serving.server_process import own_home
 
-KEYS = {"free": "key-of-nobody", "acme": "key-of-acme", "poor": "key-of-poor"}
+KEYS = {
+    "free": "key-of-nobody",
+    "acme": "key-of-acme",
+    "poor": "key-of-poor",
+    "late": "key-of-late",
+}
 SETTINGS = """
 [server]
 api_key_file = "{home}/keys.txt"
@@ -34,6 +39,13 @@ model = "{model}"
 [[specialists]]
 name = "far"
 remote = {{ url = "{url}", model = "big", context = 512 }}
+[[specialists]]
+name = "third"
+model = "{model}"
+context = 256
+[[tenants]]
+name = "late"
+specialists = ["third"]
 [[tenants]]
 name = "acme"
 specialists = ["near"]
@@ -55,7 +67,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     home = own_home(tmp_path / "home")
     monkeypatch.setenv("COTERIE_HOME", str(home))
     (home / "admins.txt").write_text("admin\n")
-    lines = [KEYS["free"], *(f"{KEYS[name]} tenant={name}" for name in ("acme", "poor"))]
+    lines = [KEYS["free"], *(f"{KEYS[name]} tenant={name}" for name in ("acme", "poor", "late"))]
     (home / "keys.txt").write_text("\n".join(lines) + "\n")
     yield home
 
@@ -132,11 +144,47 @@ def test_who_answers(files: Path) -> None:
     asyncio.run(test())
 
 
+def test_a_tenant_that_may_not_use_the_first(files: Path) -> None:
+    """Prompts of tokens are for the specialist that answers, templates for those who may use it."""
+
+    async def test() -> None:
+        async with opened(files) as door:
+            turn = TALK["messages"]
+            for path, body in (
+                ("/completion", {"prompt": [5, 6], "n_predict": 2}),
+                (
+                    "/api/generate",
+                    {"model": "auto", "prompt": "x", "context": [5], "stream": False},
+                ),
+                (
+                    "/api/generate",
+                    {"model": "claude-x", "prompt": "x", "context": [5], "stream": False},
+                ),
+            ):
+                reply = await door.post(path, body, "late")
+                assert reply.status_code == 200 and reply.json()["model"] == "third", reply.text
+            assert (await door.get("/props", "late"))["model_alias"] == "third"
+            tokens = await door.post("/tokenize", {"prompt": "x"}, "late")
+            assert tokens.json()["max_model_len"] == 256
+            for path, body in (
+                ("/apply-template", {"messages": turn}),
+                ("/tokenize", {"prompt": "x"}),
+                ("/detokenize", {"tokens": [5]}),
+                ("/v1/messages/count_tokens", {"messages": turn}),
+                ("/v1/responses/input_tokens", {"input": "x"}),
+            ):
+                reply = await door.post(path, body | {"model": "near"}, "late")
+                assert reply.status_code == 403, (path, reply.text)
+                assert (await door.post(path, body | {"model": "third"}, "late")).status_code == 200
+
+    asyncio.run(test())
+
+
 def test_which_are_listed(files: Path) -> None:
     async def test() -> None:
         async with opened(files) as door:
             cards = {card["id"]: card for card in (await door.get("/v1/models"))["data"]}
-            assert set(cards) == {"near", "far", "auto", "gpt-4o"}
+            assert set(cards) == {"near", "far", "third", "auto", "gpt-4o"}
             assert cards["gpt-4o"]["root"] == "near"
             assert cards["gpt-4o"]["max_model_len"] == cards["near"]["max_model_len"]
             theirs = {card["id"] for card in (await door.get("/v1/models", "acme"))["data"]}
@@ -144,9 +192,13 @@ def test_which_are_listed(files: Path) -> None:
             one = await door.get("/v1/models/claude-opus-4")
             assert (one["id"], one["root"], one["max_model_len"]) == ("claude-opus-4", "far", 512)
             tags = {model["name"] for model in (await door.get("/api/tags"))["models"]}
-            assert tags == {"near:latest", "far:latest", "auto:latest", "gpt-4o:latest"}
+            assert tags == {f"{name}:latest" for name in cards}
             running = (await door.get("/api/ps"))["models"]
-            assert {model["name"] for model in running} == {"near:latest", "far:latest"}
+            assert {model["name"] for model in running} == {
+                "near:latest",
+                "far:latest",
+                "third:latest",
+            }
 
     asyncio.run(test())
 

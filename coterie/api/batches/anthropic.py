@@ -75,6 +75,8 @@ class MessageBatchEndpoints:
                     await upload.write(piece)
                 if not upload.writer.num_bytes:
                     raise InvalidRequest("the body is empty; send a JSON object")
+                num_bytes = upload.writer.num_bytes
+                await self.batches.files.check_room(tenant, num_bytes)
                 total = await upload.writer.rewrite(batch_id + INPUT, self._write_lines)
         new = NewBatch(
             id=batch_id,
@@ -85,6 +87,7 @@ class MessageBatchEndpoints:
             created_at=now,
             expires_at=now + WINDOW_S,
             total=total,
+            input_bytes=num_bytes,
         )
         return _shown(request, await self.batches.create(new))
 

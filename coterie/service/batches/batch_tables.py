@@ -38,7 +38,8 @@ CREATE TABLE IF NOT EXISTS batches (
   succeeded INTEGER NOT NULL DEFAULT 0, errored INTEGER NOT NULL DEFAULT 0,
   canceled INTEGER NOT NULL DEFAULT 0, expired INTEGER NOT NULL DEFAULT 0,
   prompt INTEGER NOT NULL DEFAULT 0, cached INTEGER NOT NULL DEFAULT 0,
-  completion INTEGER NOT NULL DEFAULT 0, reasoning INTEGER NOT NULL DEFAULT 0);
+  completion INTEGER NOT NULL DEFAULT 0, reasoning INTEGER NOT NULL DEFAULT 0,
+  input_bytes INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS batches_listed ON batches (tenant, dialect, seq);
 CREATE INDEX IF NOT EXISTS batches_open ON batches (owner) WHERE ended_at IS NULL;
 CREATE INDEX IF NOT EXISTS batches_ended ON batches (ended_at) WHERE ended_at IS NOT NULL;
@@ -130,11 +131,11 @@ class BatchTables:
                 raise Overloaded(f"{what} not ended; wait for one, or cancel it", retry_after_s=30)
             sql.execute(
                 "INSERT INTO batches (id, tenant, dialect, endpoint, input_file, status, owner, "
-                "created_at, expires_at, total, metadata, output_keep_s) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "created_at, expires_at, total, input_bytes, metadata, output_keep_s) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     new.id, new.tenant, new.dialect, new.endpoint, new.input_file, status, owner,
-                    new.created_at, new.expires_at, new.total,
+                    new.created_at, new.expires_at, new.total, new.input_bytes,
                     None if new.metadata is None else _encode(new.metadata), new.output_keep_s,
                 ),
             )  # fmt: skip

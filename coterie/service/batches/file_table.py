@@ -39,11 +39,14 @@ class FileTable:
         )  # fmt: skip
 
     def check_room(self, tenant: str, more: int, settings: FileSettings) -> None:
-        """Raise if files of `more` bytes would be too much, for the tenant or in all."""
+        """Raise if files of `more` bytes would be too much, for the tenant or in all. The inputs of
+        open batches count too: they are on disk also if their file was deleted."""
         count, own, total = self._sql.execute(
-            "SELECT count(*) FILTER (WHERE tenant = :tenant), "
+            "SELECT coalesce(sum(is_file) FILTER (WHERE tenant = :tenant), 0), "
             "coalesce(sum(bytes) FILTER (WHERE tenant = :tenant), 0), coalesce(sum(bytes), 0) "
-            "FROM files",
+            "FROM (SELECT tenant, bytes, 1 AS is_file FROM files UNION ALL "
+            "SELECT tenant, input_bytes, 0 FROM batches WHERE ended_at IS NULL "
+            "AND NOT EXISTS (SELECT 1 FROM files WHERE files.id = batches.input_file))",
             {"tenant": tenant},
         ).fetchone()
         if count >= MAX_FILES:

@@ -250,7 +250,8 @@ class BatchService:
         """Check every line. False if the batch has ended in failure."""
         calls, folder, store = self.work.calls, self.files.folder, self._store
         assert calls is not None
-        checker = LineChecker(batch, calls, self.settings.max_requests)
+        # the requests of a message batch were counted when it was accepted
+        checker = LineChecker(batch, calls, max(self.settings.max_requests, batch.total))
         await store.ask(lambda db: db.batches.clear_requests(batch.id))
         path = folder.path(batch.id + INPUT)
         file: BinaryIO = await folder.aside(lambda: path.open("rb", 0))
