@@ -60,6 +60,8 @@ requests_per_minute = 1
 {more}
 """
 TALK: dict[str, Any] = {"max_tokens": 4, "messages": [{"role": "user", "content": "hello there"}]}
+# the same for Ollama's API
+SHORT: dict[str, Any] = {"messages": TALK["messages"], "options": {"num_predict": 4}}
 
 
 @pytest.fixture
@@ -136,7 +138,7 @@ def test_who_answers(files: Path) -> None:
             for more in ({}, {"background": True}):
                 reply = await door.post("/v1/responses", asked | more)
                 assert reply.json()["model"] == "near"
-            streamed = await door.post("/api/chat", body | {"model": "llama3.2:3b"})
+            streamed = await door.post("/api/chat", SHORT | {"model": "llama3.2:3b"})
             assert '"model":"near"' in streamed.text
             infer = {"prompt": "hello", "model": "claude-x", "max_tokens": 4}
             assert (await door.post("/v1/infer", infer)).status_code == 200
@@ -224,21 +226,21 @@ def test_faults_in_ollamas_shape(files: Path) -> None:
 
     async def test() -> None:
         async with opened(files, HEAD, chunk("one"), chunk("two")) as door:
-            body = TALK | {"model": "far"}
+            body = SHORT | {"model": "far"}
             *parts, last = (await door.post("/api/chat", body)).text.splitlines()
             assert "one" in parts[0] and last.startswith('{"error":"')
             *parts, last = (
-                await door.post("/api/generate", body | {"prompt": "x"})
+                await door.post("/api/generate", {"model": "far", "prompt": "x"})
             ).text.splitlines()
             assert '"response":"one"' in parts[0] and last.startswith('{"error":"')
             late = await door.client.post(
                 "/api/chat",
-                json=TALK | {"model": "near", "stream": False},
+                json=SHORT | {"model": "near", "stream": False},
                 headers={"authorization": f"Bearer {KEYS['free']}", "x-deadline-ms": "1"},
             )
             assert late.status_code in (429, 504) and isinstance(late.json()["error"], str)
             first, second = [
-                await door.post("/api/chat", TALK | {"model": "near", "stream": False}, "poor")
+                await door.post("/api/chat", SHORT | {"model": "near", "stream": False}, "poor")
                 for _ in range(2)
             ]
             assert (first.status_code, second.status_code) == (200, 429)
@@ -250,7 +252,7 @@ def test_faults_in_ollamas_shape(files: Path) -> None:
                 ("/api/generate", {"prompt": "x", "suffix": "y"}),
                 ("/api/generate", {"prompt": "x", "context": [1]}),
             ):
-                reply = await door.post(path, body | more)
+                reply = await door.post(path, {"model": "far"} | more)
                 assert reply.status_code == 400 and "another server" in reply.json()["error"]
 
     asyncio.run(test())
