@@ -140,7 +140,7 @@ def refuse_openai_fields(extra: Mapping[str, Any] | None) -> None:
 def refuse_misplaced_fields(extra: Mapping[str, Any] | None, instead: Mapping[str, str]) -> None:
     """The same for the APIs of Ollama and of llama.cpp. `instead`: further fields that have no
     place there, and what to do."""
-    known = _OPENAI_FIELDS | instead
+    known = {**_OPENAI_FIELDS, **instead}
     for name, value in (extra or {}).items():
         # a temperature of 0 is a wish too
         is_off = value is False or value in (None, "", [], *_OFF.get(name, ()))

@@ -152,6 +152,8 @@ def test_a_tenant_that_may_not_use_the_first(files: Path) -> None:
     async def test() -> None:
         async with opened(files) as door:
             turn = TALK["messages"]
+            path: str
+            body: dict[str, Any]
             for path, body in (
                 ("/completion", {"prompt": [5, 6], "n_predict": 2}),
                 (
