@@ -155,6 +155,8 @@ class OpenAIModel(BaseModel):
     # for an expert: the specialist that it belongs to
     parent: str | None
     max_model_len: int
+    # what it makes
+    kind: Literal["text", "encoder"]
 
 
 class EncoderUsage(BaseModel):

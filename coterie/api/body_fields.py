@@ -77,6 +77,10 @@ ON_OPENAI_ALONE = {
     "guided_choice": "",
     "guided_grammar": "",
     "structured_outputs": "",
+    "json_schema": "use output_format",
+    "grammar": "",
+    "regex": "",
+    "ebnf": "",
 }
 # values that change nothing: the same as leaving the field out
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -84,6 +88,19 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "top_n_sigma": (-1, -1.0),
     "tfs_z": (1, 1.0),
     "n_predict": (-1,),
+    "n": (1,),
+    "n_cmpl": (1,),
+    "tool_choice": ("auto",),
+}
+# OpenAI's fields on the APIs of Ollama and of llama.cpp; field -> why they are refused there
+_OPENAI_FIELDS = {
+    "n": "one answer is given to a request",
+    "n_cmpl": "one answer is given to a request",
+    "tool_choice": "the model decides whether it calls a tool",
+    "functions": "give tools",
+    "echo": "is honoured on OpenAI's API alone",
+    "stop_token_ids": "use stop",
+    "continue_final_message": "is honoured on OpenAI's API alone",
 }
 # how a request is stored, billed, prioritised or shown, or a hint that a model may ignore
 IGNORED = frozenset(
@@ -118,6 +135,18 @@ def refuse_openai_fields(extra: Mapping[str, Any] | None) -> None:
         if name in ON_OPENAI_ALONE and value:
             why = ON_OPENAI_ALONE[name] or "is honoured on OpenAI's API alone"
             raise UnsupportedFeature(f"{name}: {why}", param=name)
+
+
+def refuse_misplaced_fields(extra: Mapping[str, Any] | None, instead: Mapping[str, str]) -> None:
+    """The same for the APIs of Ollama and of llama.cpp. `instead`: further fields that have no
+    place there, and what to do."""
+    known = {**_OPENAI_FIELDS, **instead}
+    for name, value in (extra or {}).items():
+        # a temperature of 0 is a wish too
+        is_off = value is False or value in (None, "", [], *_OFF.get(name, ()))
+        if name in known and not is_off:
+            raise UnsupportedFeature(f"{name}: {known[name]}", param=name)
+    refuse_openai_fields(extra)
 
 
 # a top_p of 0 means "only the likeliest token"; the engine wants it above 0

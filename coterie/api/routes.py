@@ -109,7 +109,7 @@ _PLAIN = "text/plain"
 # error statuses, by kind of route
 _LOOK = (401, 500, 503)
 _FIND = (401, 404, 500, 503)
-_COUNT = (400, 401, 404, 413, 500, 503)
+_COUNT = (400, 401, 403, 404, 413, 500, 503)
 _INFER = (400, 401, 403, 404, 413, 429, 500, 503)
 _OPENAI = (*_INFER, 504)
 _ANTHROPIC = (400, 401, 403, 404, 413, 429, 500, 504, 529)
@@ -302,10 +302,10 @@ def _ollama_routes(ends: OllamaDialect) -> Sequence[RouteRow]:
             _POST, "/api/generate", ends.ollama_generate, "ollama", text, OllamaGenerateBody,
             headers=_STEERING,
         ),
-        RouteRow(_GET, "/api/tags", ends.ollama_tags, "ollama", listed),
+        RouteRow(_PROBE, "/api/tags", ends.ollama_tags, "ollama", listed),
         RouteRow(_GET, "/api/ps", ends.ollama_ps, "ollama", listed),
         RouteRow(_POST, "/api/show", ends.ollama_show, "ollama", shown, OllamaShowBody),
-        RouteRow(_GET, "/api/version", ends.ollama_version, "ollama", version),
+        RouteRow(_PROBE, "/api/version", ends.ollama_version, "ollama", version),
         RouteRow(_POST, "/api/embed", ends.ollama_embed, "ollama", embedded, OllamaEmbedBody),
         RouteRow(
             _POST, "/api/embeddings", ends.ollama_embeddings, "ollama", old_embedded,
@@ -393,7 +393,7 @@ def _native_routes(native: NativeEndpoints) -> Sequence[RouteRow]:
     answers = native_answers
     tokens = RouteReplies((answers.TokenizeAnswer,), _COUNT)
     text = RouteReplies((answers.DetokenizeAnswer,), _COUNT)
-    facts = RouteReplies((answers.TokenizerFacts,), (400, *_FIND))
+    facts = RouteReplies((answers.TokenizerFacts,), (400, 403, *_FIND))
     load = RouteReplies((answers.ServerLoad,), (401, 500))
     health = RouteReplies((answers.HealthAnswer,), also={503: answers.HealthAnswer})
     live = RouteReplies((answers.LivenessAnswer,), also={503: answers.LivenessAnswer})

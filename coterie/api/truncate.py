@@ -27,7 +27,7 @@ async def fitted(
     it in the body."""
     chat = request.prompt
     assert isinstance(chat, Chat)
-    specialist = service.resolve(request.hints, chat)
+    specialist = service.resolve(request.hints, chat, request.tenant)
     context = service.model(specialist).max_model_len
     context = min(context, request.limits.context_size or context)
     room = context - (request.limits.max_tokens or context // ANSWER_SHARE)

@@ -34,6 +34,7 @@ URL = "http://127.0.0.1:8000"
 AUTO = "auto"
 # of the context, for the answer
 _ANSWER_SHARE, _MAX_ANSWER = 4, 32_000
+_MAX_NAME = 512
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -92,20 +93,46 @@ def execute(args: argparse.Namespace) -> int:
 
 def setup_of(args: argparse.Namespace) -> ClientSetup:
     url = _base_url(args.url)
+    if args.model is not None and not (args.model and args.model.isprintable()):
+        raise ConfigError("--model is the name of a model", param="model")
     if args.key_env and not _VARIABLE.fullmatch(args.key_env):
         raise ConfigError("--key-env is the name of a variable, not the key", param="key_env")
     key = os.environ.get(args.key_env, "") if args.key_env else ""
     if args.key_env and not key:
         raise ConfigError(f"the variable {args.key_env} is not set", param="key_env")
-    cards = fetched(url, "/v1/models", key)["data"]
-    if not cards:
-        raise ConfigError(f"{url} serves no model", param="url")
-    name = args.model or _default(cards)
-    context = _context(cards, name)
+    answer = fetched(url, "/v1/models", key)
+    cards = answer.get("data") if isinstance(answer, dict) else None
+    listed = [_card(card, url) for card in cards] if isinstance(cards, list) else []
+    models = [card for card in listed if not card.is_encoder]
+    if not models:
+        raise ConfigError(f"{url} serves no model that writes text", param="url")
+    name = args.model or _default(models)
+    if any(card.name == name for card in listed if card.is_encoder):
+        raise ConfigError(f"{name} is an encoder and writes no text", param="model")
+    context = _context(models, name)
     if context is None:
         # a name that is not listed: an alias with a wildcard, or several experts
-        context = int(fetched(url, f"/v1/models/{quote(name)}", key)["max_model_len"])
+        context = _card(fetched(url, f"/v1/models/{quote(name)}", key), url).context
     return ClientSetup(url, name, context, args.key_env)
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """One model of the server's list."""
+
+    name: str
+    context: int
+    is_encoder: bool
+
+
+def _card(card: Any, url: str) -> ListedModel:
+    """Refuses what could be more than a name: the settings are read by a shell."""
+    found = card if isinstance(card, dict) else {}
+    name, context = found.get("id"), found.get("max_model_len")
+    is_good = isinstance(name, str) and name.isprintable() and 0 < len(name) <= _MAX_NAME
+    if not is_good or type(context) is not int or context < 1:
+        raise ConfigError(f"{url} does not list its models as Coterie does", param="url")
+    return ListedModel(str(name), context, found.get("kind") == "encoder")
 
 
 def _base_url(text: str) -> str:
@@ -117,15 +144,15 @@ def _base_url(text: str) -> str:
     return url
 
 
-def _default(cards: Sequence[dict[str, Any]]) -> str:
-    names = [str(card["id"]) for card in cards]
+def _default(models: Sequence[ListedModel]) -> str:
+    names = [model.name for model in models]
     return AUTO if AUTO in names else names[0]
 
 
-def _context(cards: Sequence[dict[str, Any]], name: str) -> int | None:
+def _context(models: Sequence[ListedModel], name: str) -> int | None:
     """Of the model; for `auto` the smallest, because any may answer."""
-    found = [card["max_model_len"] for card in cards if name in (card["id"], AUTO)]
-    return min(found) if any(card["id"] == name for card in cards) else None
+    found = [model.context for model in models if name in (model.name, AUTO)]
+    return min(found) if any(model.name == name for model in models) else None
 
 
 def _exports(values: Mapping[str, str | int]) -> str:

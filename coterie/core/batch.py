@@ -82,6 +82,8 @@ class NewBatch:
     expires_at: float
     # requests, where they have been counted already
     total: int = 0
+    # size of the input, which is kept until the batch has ended
+    input_bytes: int = 0
     metadata: Mapping[str, str] | None = None
     # lifetime of the files with results; None = as the settings say
     output_keep_s: float | None = None

@@ -223,11 +223,14 @@ class FileSettings:
     max_tenant_bytes: int = key(
         2 * 10**9,
         "bytes",
-        "Size of all files of one tenant; past it uploads are refused.",
+        "Size of all files and open batches of one tenant; past it uploads are refused.",
         low=1024,
     )
     max_total_bytes: int = key(
-        20 * 10**9, "bytes", "Size of all files; past it uploads are refused.", low=1024
+        20 * 10**9,
+        "bytes",
+        "Size of all files and open batches; past it uploads are refused.",
+        low=1024,
     )
     keep_s: float = key(
         30 * 86400.0,

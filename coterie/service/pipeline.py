@@ -532,10 +532,15 @@ class Pipeline:
         """`hints` with the name that an alias means in place of the alias."""
         return self._fleet.router.named(hints)
 
-    def resolve(self, hints: RouteHints, prompt: Prompt | None = None) -> str:
-        """The specialist that would answer now: by name only, or by the content of `prompt`."""
+    def resolve(
+        self, hints: RouteHints, prompt: Prompt | None = None, tenant: str | None = None
+    ) -> str:
+        """The specialist that would answer now: by name only, or by the content of `prompt`. With a
+        tenant one that it may use."""
         self.encoders.refuse_generation(hints.model)
         router = self._fleet.router
+        if tenant is not None:
+            hints = replace(hints, allowed=self._fleet.snapshot.allowed(tenant))
         if prompt is None:
             return router.resolve(hints).specialist
         return router.specialist(hints, prompt)

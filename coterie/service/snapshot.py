@@ -27,6 +27,17 @@ class ServingSnapshot:
     def with_rights(self, rights: Mapping[str, KeyRights] | None) -> ServingSnapshot:
         return replace(self, config=replace(self.config, rights=rights))
 
+    def allowed(self, tenant: str) -> tuple[str, ...]:
+        """The specialists that the tenant may use; empty = all."""
+        usable = self.config.may_use(tenant)
+        # encoders are in the list too
+        allowed = tuple(name for name in usable if name in self.config.specialists)
+        if usable and not allowed:
+            raise Forbidden(
+                "this key may use encoders alone, and no model that writes text", param="model"
+            )
+        return allowed
+
     def within_rights(self, request: InferenceRequest) -> InferenceRequest:
         """`request` limited to the rights of its tenant. Refuses a tenant that lost its key since
         the request was received; what was accepted before, as a job was, still runs."""
@@ -37,13 +48,7 @@ class ServingSnapshot:
             rights = EVERY_RIGHT
         limits, hints = request.limits, request.hints
         priority = min(limits.priority, rights.priority)
-        usable = self.config.may_use(request.tenant)
-        # encoders are in the list too
-        allowed = tuple(name for name in usable if name in self.config.specialists)
-        if usable and not allowed:
-            raise Forbidden(
-                "this key may use encoders alone, and no model that writes text", param="model"
-            )
+        allowed = self.allowed(request.tenant)
         given = limits.priority, limits.max_running, limits.share, hints.allowed
         if given == (priority, rights.max_running, rights.share, allowed):
             return request

@@ -20,7 +20,12 @@ from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.http_peer import DONE, HEAD, Peer, chunk, saying, serving
 from tests.helpers.serving.server_process import own_home
 
-KEYS = {"free": "key-of-nobody", "acme": "key-of-acme", "poor": "key-of-poor"}
+KEYS = {
+    "free": "key-of-nobody",
+    "acme": "key-of-acme",
+    "poor": "key-of-poor",
+    "late": "key-of-late",
+}
 SETTINGS = """
 [server]
 api_key_file = "{home}/keys.txt"
@@ -34,6 +39,13 @@ model = "{model}"
 [[specialists]]
 name = "far"
 remote = {{ url = "{url}", model = "big", context = 512 }}
+[[specialists]]
+name = "third"
+model = "{model}"
+context = 256
+[[tenants]]
+name = "late"
+specialists = ["third"]
 [[tenants]]
 name = "acme"
 specialists = ["near"]
@@ -48,6 +60,8 @@ requests_per_minute = 1
 {more}
 """
 TALK: dict[str, Any] = {"max_tokens": 4, "messages": [{"role": "user", "content": "hello there"}]}
+# the same for Ollama's API
+SHORT: dict[str, Any] = {"messages": TALK["messages"], "options": {"num_predict": 4}}
 
 
 @pytest.fixture
@@ -55,7 +69,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     home = own_home(tmp_path / "home")
     monkeypatch.setenv("COTERIE_HOME", str(home))
     (home / "admins.txt").write_text("admin\n")
-    lines = [KEYS["free"], *(f"{KEYS[name]} tenant={name}" for name in ("acme", "poor"))]
+    lines = [KEYS["free"], *(f"{KEYS[name]} tenant={name}" for name in ("acme", "poor", "late"))]
     (home / "keys.txt").write_text("\n".join(lines) + "\n")
     yield home
 
@@ -124,10 +138,48 @@ def test_who_answers(files: Path) -> None:
             for more in ({}, {"background": True}):
                 reply = await door.post("/v1/responses", asked | more)
                 assert reply.json()["model"] == "near"
-            streamed = await door.post("/api/chat", body | {"model": "llama3.2:3b"})
+            streamed = await door.post("/api/chat", SHORT | {"model": "llama3.2:3b"})
             assert '"model":"near"' in streamed.text
             infer = {"prompt": "hello", "model": "claude-x", "max_tokens": 4}
             assert (await door.post("/v1/infer", infer)).status_code == 200
+
+    asyncio.run(test())
+
+
+def test_a_tenant_that_may_not_use_the_first(files: Path) -> None:
+    """Prompts of tokens are for the specialist that answers, templates for those who may use it."""
+
+    async def test() -> None:
+        async with opened(files) as door:
+            turn = TALK["messages"]
+            path: str
+            body: dict[str, Any]
+            for path, body in (
+                ("/completion", {"prompt": [5, 6], "n_predict": 2}),
+                (
+                    "/api/generate",
+                    {"model": "auto", "prompt": "x", "context": [5], "stream": False},
+                ),
+                (
+                    "/api/generate",
+                    {"model": "claude-x", "prompt": "x", "context": [5], "stream": False},
+                ),
+            ):
+                reply = await door.post(path, body, "late")
+                assert reply.status_code == 200 and reply.json()["model"] == "third", reply.text
+            assert (await door.get("/props", "late"))["model_alias"] == "third"
+            tokens = await door.post("/tokenize", {"prompt": "x"}, "late")
+            assert tokens.json()["max_model_len"] == 256
+            for path, body in (
+                ("/apply-template", {"messages": turn}),
+                ("/tokenize", {"prompt": "x"}),
+                ("/detokenize", {"tokens": [5]}),
+                ("/v1/messages/count_tokens", {"messages": turn}),
+                ("/v1/responses/input_tokens", {"input": "x"}),
+            ):
+                reply = await door.post(path, body | {"model": "near"}, "late")
+                assert reply.status_code == 403, (path, reply.text)
+                assert (await door.post(path, body | {"model": "third"}, "late")).status_code == 200
 
     asyncio.run(test())
 
@@ -136,7 +188,7 @@ def test_which_are_listed(files: Path) -> None:
     async def test() -> None:
         async with opened(files) as door:
             cards = {card["id"]: card for card in (await door.get("/v1/models"))["data"]}
-            assert set(cards) == {"near", "far", "auto", "gpt-4o"}
+            assert set(cards) == {"near", "far", "third", "auto", "gpt-4o"}
             assert cards["gpt-4o"]["root"] == "near"
             assert cards["gpt-4o"]["max_model_len"] == cards["near"]["max_model_len"]
             theirs = {card["id"] for card in (await door.get("/v1/models", "acme"))["data"]}
@@ -144,9 +196,13 @@ def test_which_are_listed(files: Path) -> None:
             one = await door.get("/v1/models/claude-opus-4")
             assert (one["id"], one["root"], one["max_model_len"]) == ("claude-opus-4", "far", 512)
             tags = {model["name"] for model in (await door.get("/api/tags"))["models"]}
-            assert tags == {"near:latest", "far:latest", "auto:latest", "gpt-4o:latest"}
+            assert tags == {f"{name}:latest" for name in cards}
             running = (await door.get("/api/ps"))["models"]
-            assert {model["name"] for model in running} == {"near:latest", "far:latest"}
+            assert {model["name"] for model in running} == {
+                "near:latest",
+                "far:latest",
+                "third:latest",
+            }
 
     asyncio.run(test())
 
@@ -172,21 +228,21 @@ def test_faults_in_ollamas_shape(files: Path) -> None:
 
     async def test() -> None:
         async with opened(files, HEAD, chunk("one"), chunk("two")) as door:
-            body = TALK | {"model": "far"}
+            body = SHORT | {"model": "far"}
             *parts, last = (await door.post("/api/chat", body)).text.splitlines()
             assert "one" in parts[0] and last.startswith('{"error":"')
             *parts, last = (
-                await door.post("/api/generate", body | {"prompt": "x"})
+                await door.post("/api/generate", {"model": "far", "prompt": "x"})
             ).text.splitlines()
             assert '"response":"one"' in parts[0] and last.startswith('{"error":"')
             late = await door.client.post(
                 "/api/chat",
-                json=TALK | {"model": "near", "stream": False},
+                json=SHORT | {"model": "near", "stream": False},
                 headers={"authorization": f"Bearer {KEYS['free']}", "x-deadline-ms": "1"},
             )
             assert late.status_code in (429, 504) and isinstance(late.json()["error"], str)
             first, second = [
-                await door.post("/api/chat", TALK | {"model": "near", "stream": False}, "poor")
+                await door.post("/api/chat", SHORT | {"model": "near", "stream": False}, "poor")
                 for _ in range(2)
             ]
             assert (first.status_code, second.status_code) == (200, 429)
@@ -198,7 +254,7 @@ def test_faults_in_ollamas_shape(files: Path) -> None:
                 ("/api/generate", {"prompt": "x", "suffix": "y"}),
                 ("/api/generate", {"prompt": "x", "context": [1]}),
             ):
-                reply = await door.post(path, body | more)
+                reply = await door.post(path, {"model": "far"} | more)
                 assert reply.status_code == 400 and "another server" in reply.json()["error"]
 
     asyncio.run(test())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,7 +42,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(home: Path) -> Iterator[Served]:
-    server = batch_server(home, SETTINGS)
+    server = batch_server(home, SETTINGS, dead_model=True)
     yield server
     server.stop()
 
@@ -129,6 +130,31 @@ def test_a_request_that_fails_is_in_the_error_file(client: openai.OpenAI) -> Non
     assert long["response"]["body"]["error"]["code"] == "context_length_exceeded"
 
 
+def test_a_model_that_cannot_answer_holds_up_only_its_own_requests(
+    client: openai.OpenAI, other: openai.OpenAI
+) -> None:
+    dead = begin(client, jsonl(*(line(f"{i}", chat(model="dead")) for i in range(20))))
+    mixed = begin(client, jsonl(line("dead", chat(model="dead")), line("good", chat())))
+    begun = time.monotonic()
+    assert ended(other, begin(other, chats(20))).status == "completed"
+    until(
+        lambda: client.batches.retrieve(mixed.id).request_counts,
+        lambda counts: counts is not None and counts.completed == 1,
+    )
+    assert time.monotonic() - begun < 20
+    for batch in (dead, mixed):
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        assert ended(client, batch).status == "cancelled"
+
+
+def test_each_result_is_one_line(client: openai.OpenAI) -> None:
+    names = ["a\u2028b\u0085c\u2029", "d\u2028"]
+    wrong = chat(model="no-such-model")
+    done = ended(client, begin(client, jsonl(line(names[0], chat()), line(names[1], wrong))))
+    for name, file in zip(names, (done.output_file_id, done.error_file_id), strict=True):
+        assert [row["custom_id"] for row in rows(client, file)] == [name]
+
+
 def test_wrong_lines_fail_the_batch_and_are_named(client: openai.OpenAI) -> None:
     raw = b"\n".join(
         [
@@ -167,6 +193,7 @@ def test_wrong_lines_fail_the_batch_and_are_named(client: openai.OpenAI) -> None
     [
         (b"\n \n", "empty_file"),
         (chats(201), "too_many_requests"),
+        (b"\n" * 2_000_000, "too_many_lines"),
         (b"\0" * 50, "invalid_json_line"),
     ],
 )

@@ -114,6 +114,11 @@ def test_ollamas_package(encoders: Encoders) -> None:
     headers = {"authorization": f"Bearer {FULL}"}
     with ollama.Client(host=encoders.served.url, headers=headers) as theirs:
         _ollama_embeds(encoders, theirs)
+        listed = {model.model: model for model in theirs.list().models}
+        assert set(listed) == {"tiny:latest", "tiny-bert:latest", "ranker:latest", "static:latest"}
+        shown = theirs.show("tiny-bert")
+        assert shown.capabilities == ["embedding"]
+        assert (shown.modelinfo or {})["bert.context_length"] == 64
     refused: list[dict[str, Any]] = [
         {"input": "the " * 500, "truncate": False}, {"input": []}, {"input": [1]}
     ]  # fmt: skip
@@ -285,6 +290,8 @@ def test_scores_in_vllm_s_shapes(encoders: Encoders) -> None:
 def test_kinds_of_models_are_told_apart(encoders: Encoders, client: openai.OpenAI) -> None:
     assert [item.id for item in client.models.list()] == ["tiny", "tiny-bert", "ranker", "static"]
     assert client.models.retrieve("tiny-bert").model_dump()["max_model_len"] == 64
+    kinds = [item.model_dump()["kind"] for item in client.models.list()]
+    assert kinds == ["text", "encoder", "encoder", "encoder"]
     with pytest.raises(openai.BadRequestError, match="is no encoder; there is: `tiny-bert`"):
         client.embeddings.create(model="tiny", input="a")
     with pytest.raises(openai.NotFoundError, match="`nobody` does not exist") as unknown:
@@ -298,6 +305,7 @@ def test_kinds_of_models_are_told_apart(encoders: Encoders, client: openai.OpenA
     for path, body in (
         ("/v1/messages", {"model": "static", "max_tokens": 4, "messages": messages}),
         ("/tokenize", {"model": "static", "prompt": "hi"}),
+        ("/apply-template", {"model": "static", "messages": messages}),
         ("/v1/completions", {"model": "static", "prompt": "hi"}),
     ):
         reply = encoders.post(path, body, anthropic_version="2023-06-01")

@@ -12,8 +12,17 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.helpers.serving.batch_requests import ask_database, batch_server, client_of, until
-from tests.helpers.serving.server_process import KEYS, Probe, Reply, Served, own_home
+from tests.helpers.serving.batch_requests import (
+    ask_database,
+    batch_server,
+    begin,
+    client_of,
+    ended,
+    jsonl,
+    line,
+    until,
+)
+from tests.helpers.serving.server_process import KEYS, Probe, Reply, Served, chat, own_home
 
 SETTINGS = """
 [server]
@@ -104,6 +113,8 @@ def test_a_file_is_gone_when_its_time_is_over(client: openai.OpenAI, home: Path)
     ask_database(home, "UPDATE files SET expires_at = ? WHERE id = ?", time.time(), file.id)
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(file.id)
+    assert not list(client.files.list())
+    client.files.delete(file.id)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +247,22 @@ def test_bounds_of_a_tenant_and_of_all(served: Served, client: openai.OpenAI) ->
         with pytest.raises(openai.RateLimitError):
             other.files.create(file=("a", piece), purpose="batch")
         other.files.delete(made.id)
+    # what a batch still needs is not free
+    for file in client.files.list():
+        client.files.delete(file.id)
+    long = chat(max_tokens=8000, ignore_eos=True)
+    rows = [line(f"{i}", long, padding="x" * 30_000) for i in range(80)]
+    batches = []
+    for _ in range(3):
+        batches.append(begin(client, jsonl(*rows)))
+        client.files.delete(batches[-1].input_file_id)
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.files.create(file=("a", piece), purpose="batch")
+    assert refused.value.status_code == 413
+    for batch in batches:
+        client.batches.cancel(batch.id)
+        ended(client, batch)
+    client.files.create(file=("a", piece), purpose="batch")
 
 
 def test_eight_uploads_at_once_do_not_hold_up_the_loop(

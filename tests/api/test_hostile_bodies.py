@@ -137,7 +137,11 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
         lambda: filled('{"model":"tiny","input":[', TURN, "]}", "5")),
     "Ollama's turns": (OLLAMA, lambda: filled('{"model":"tiny","messages":[', TURN, "]}", "5")),
     "Ollama's long text": (
-        OLLAMA, lambda: json.dumps(chat("The quick brown fox. " * 180_000)).encode()),
+        OLLAMA,
+        lambda: json.dumps({
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "The quick brown fox. " * 180_000}],
+        }).encode()),
     "turns to leave out": (
         OLLAMA,
         lambda: json.dumps({

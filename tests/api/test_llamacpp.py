@@ -89,6 +89,11 @@ def test_fields_of_completion(server: Served) -> None:
     )
     warmed = server.post("/completion", ASK | {"n_predict": 0}).json
     assert (warmed["content"], warmed["tokens_predicted"]) == ("", 0)
+    unscored = server.post("/completion", ASK | {"n_predict": 0, "n_probs": 2}).json
+    assert unscored["completion_probabilities"] == []
+    # llama.cpp's other name for it; its defaults ask for nothing
+    short = {"prompt": ASK["prompt"], "max_tokens": 2, "n_indent": 0, "t_max_predict_ms": 0}
+    assert server.post("/completion", short).json["tokens_predicted"] == 2
     chosen = ASK | {"response_fields": ["content", "timings/prompt_n", "nothing/here"]}
     assert set(server.post("/completion", chosen).json) == {"content", "timings/prompt_n"}
     schema = {"type": "integer", "minimum": 1, "maximum": 9}
@@ -110,6 +115,12 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("/completion", ASK | {"logit_bias": [[1.5, 1]]}, 400, "logit_bias"),
     ("/completion", ASK | {"logit_bias": [[1, 1000]]}, 400, "logit_bias"),
     ("/completion", ASK | {"prompt": [99999]}, 400, "99999"),
+    ("/completion", ASK | {"response_format": {"type": "json_object"}}, 400, "json_schema"),
+    ("/completion", ASK | {"n_cmpl": 2}, 400, "one answer"),
+    ("/completion", ASK | {"allowed_token_ids": [5]}, 400, "allowed_token_ids"),
+    ("/completion", ASK | {"t_max_predict_ms": 5}, 400, "x-deadline-ms"),
+    ("/completion", ASK | {"suffix": "b"}, 400, "/infill"),
+    ("/completion", ASK | {"tools": [{"type": "function"}]}, 400, "/v1/chat/completions"),
     ("/completion", ASK | {"logit_bias": {"the": -1}}, 400, "token ids"),
     (
         "/completion",

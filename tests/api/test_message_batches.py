@@ -10,7 +10,7 @@ import anthropic
 import pytest
 
 from tests.helpers.serving.batch_requests import anthropic_of, batch_server, client_of, until
-from tests.helpers.serving.server_process import KEYS, Served, own_home
+from tests.helpers.serving.server_process import KEYS, Probe, Served, own_home
 
 SETTINGS = """
 [batches]
@@ -113,6 +113,15 @@ def test_a_body_that_is_no_list_of_requests_is_refused(served: Served) -> None:
     assert form.status == 415
 
 
+def test_a_long_list_of_nothing_holds_up_nobody(served: Served) -> None:
+    one = b'{"custom_id":"a","params":{}}'
+    body = b'{"requests":[' + b",".join([one] * 1_000_000) + b"]}"
+    with Probe(served) as probe:
+        reply = served.post("/v1/messages/batches", body, x_api_key=KEYS[0])
+    assert reply.status == 400 and "1 to 50" in reply.json["error"]["message"]
+    assert probe.worst_s < 1.0
+
+
 def test_new_lines_between_the_values_of_a_body_mean_nothing(served: Served) -> None:
     body = b"""{
       "requests": [{
@@ -185,6 +194,10 @@ def test_pages_in_both_directions(client: anthropic.Anthropic) -> None:
     page = client.messages.batches.list(limit=2)
     assert [item.id for item in page.data] == newest[:2] and page.has_more
     assert [item.id for item in page.get_next_page().data] == newest[2:]
+    # the client's newer interface adds a parameter of its own
+    assert [item.id for item in client.beta.messages.batches.list(limit=2)][:4] == newest
+    with pytest.raises(anthropic.BadRequestError, match="after_id"):
+        client.messages.batches.list(after_id="msgbatch_nothing")
     back = client.messages.batches.list(limit=2, before_id=newest[3])
     assert [item.id for item in back.data] == newest[1:3] and back.has_more
     for batch_id in made:

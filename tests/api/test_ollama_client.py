@@ -67,6 +67,7 @@ def test_lists_of_models(client: ollama.Client, server: Served) -> None:
     assert server.post("/api/show", {"name": "tiny:latest"}).json["details"]["family"] == "llama"
     version = server.get("/api/version").json["version"].split(".")
     assert [int(part) for part in version] >= [0, 6, 4]
+    assert server.send("HEAD", "/api/version", None).status == 200
 
 
 def test_the_tokens_of_the_other_dialects(client: ollama.Client, server: Served) -> None:
@@ -144,6 +145,9 @@ def test_options(client: ollama.Client, server: Served) -> None:
     # how to load a model is not for the caller to say, and no limit is none
     assert said(num_thread=4, num_gpu=1, num_ctx=512, use_mmap=True, num_keep=3) == plain
     fields = {"model": "tiny", "messages": HELLO, "stream": False}
+    # values that say nothing
+    nothing = {"tool_choice": "auto", "n": 1, "raw": False, "suffix": "", "stop": None}
+    assert server.post(CHAT, fields | nothing | {"options": GREEDY}).status == 200
     beside = server.post(CHAT, fields | {"num_predict": 3, "options": {"temperature": 0}})
     assert beside.json["eval_count"] == 3
     filled = server.post(CHAT, fields | {"options": {"num_predict": -1, "num_ctx": 64}}).json
@@ -274,6 +278,18 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
         400,
         "repeat_last_n",
     ),
+    (CHAT, {"model": "tiny", "messages": [], "keep_alive": "0m"}, 400, "stay loaded"),
+    # fields of other APIs, and of other places, that would change the answer
+    (CHAT, {"model": "tiny", "messages": HELLO, "max_tokens": 5}, 400, "options.num_predict"),
+    (CHAT, {"model": "tiny", "messages": HELLO, "temperature": 0}, 400, "options.temperature"),
+    (CHAT, {"model": "tiny", "messages": HELLO, "stop": ["x"]}, 400, "options.stop"),
+    (CHAT, {"model": "tiny", "messages": HELLO, "response_format": {"x": 1}}, 400, "use format"),
+    (CHAT, {"model": "tiny", "messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
+    (CHAT, {"model": "tiny", "messages": HELLO, "n": 2}, 400, "one answer"),
+    (CHAT, {"model": "tiny", "messages": HELLO, "raw": True}, 400, "/api/generate"),
+    (CHAT, {"model": "tiny", "messages": HELLO, "options": {"max_tokens": 5}}, 400, "num_predict"),
+    (CHAT, {"model": "tiny", "messages": HELLO, "options": {"format": "json"}}, 400, "format"),
+    (GENERATE, {"model": "tiny", "prompt": "x", "tools": [{"type": "x"}]}, 400, "/api/chat"),
     (GENERATE, {"model": "tiny", "prompt": "x", "template": "{{ .Prompt }}"}, 400, "template"),
     (GENERATE, {"model": "tiny", "prompt": "x", "suffix": "y"}, 400, "gaps"),
     (GENERATE, {"model": "tiny", "prompt": "x", "raw": True, "system": "y"}, 400, "raw mode"),

@@ -6,7 +6,11 @@ import json
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import ollama
 import pytest
@@ -132,6 +136,63 @@ def test_mistakes(arguments: list[str], words: str, capsys: pytest.CaptureFixtur
     assert main(["client-config", "codex", *arguments]) in (1, 2)
     out, err = capsys.readouterr()
     assert words in err and not out and "sk-not" not in err
+
+
+@contextmanager
+def listing(cards: Any) -> Iterator[str]:
+    """A server of others that lists these."""
+
+    class Lister(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            raw = json.dumps(cards).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Lister) as server:
+        Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+GOOD = {"id": "good", "max_model_len": 4096}
+
+
+@pytest.mark.parametrize(
+    "cards",
+    [
+        [],
+        {"data": None},
+        {"data": []},
+        {"data": [{"id": "good"}]},
+        {"data": [{"id": "good", "max_model_len": "4096; touch /tmp/x"}]},
+        # in a comment for a shell this would be a command
+        {"data": [{"id": "x\ntouch /tmp/x", "max_model_len": 4096}]},
+        {"data": [{"id": "encoder", "max_model_len": 64, "kind": "encoder"}]},
+    ],
+)
+def test_a_list_that_is_not_understood_prints_nothing(
+    cards: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with listing(cards) as url:
+        assert main(["client-config", "ollama", "--url", url]) == 2
+    out, err = capsys.readouterr()
+    assert not out and url in err
+
+
+def test_encoders_write_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    encoder = {"id": "encoder", "max_model_len": 64, "kind": "encoder"}
+    with listing({"data": [encoder, GOOD, GOOD | {"id": "auto"}]}) as url:
+        assert main(["client-config", "codex", "--url", url]) == 0
+        assert tomllib.loads(capsys.readouterr().out)["model_context_window"] == 4096
+        assert main(["client-config", "codex", "--url", url, "--model", "encoder"]) == 2
+    assert "writes no text" in capsys.readouterr().err
 
 
 def test_an_unknown_model_and_a_missing_key(

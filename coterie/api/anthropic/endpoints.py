@@ -60,8 +60,10 @@ class AnthropicDialect:
         """Count the tokens a message's prompt would have."""
         body = await parse(request, CountBody, self.max_body_bytes)
         chat = prompt_of(body)
-        hints = hints_of(body, caller_of(request))
-        ids = await self.service.tokenise(self.service.resolve(hints, chat), chat)
+        caller = caller_of(request)
+        hints = hints_of(body, caller)
+        specialist = self.service.resolve(hints, chat, caller.tenant)
+        ids = await self.service.tokenise(specialist, chat)
         return Response(encode({"input_tokens": len(ids)}), media_type=JSON)
 
 

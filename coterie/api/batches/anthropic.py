@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import threading
 import time
 from datetime import UTC, datetime
 from typing import Any, BinaryIO
@@ -49,10 +50,13 @@ class _Request(msgspec.Struct):
 
 
 class _Create(msgspec.Struct):
-    requests: list[_Request]
+    # each is decoded by itself: a million of them would hold up the other threads
+    requests: list[msgspec.Raw]
 
 
 _decoder = msgspec.json.Decoder(_Create)
+_request_decoder = msgspec.json.Decoder(_Request)
+_one_at_a_time = threading.Lock()
 
 
 class MessageBatchEndpoints:
@@ -71,6 +75,8 @@ class MessageBatchEndpoints:
                     await upload.write(piece)
                 if not upload.writer.num_bytes:
                     raise InvalidRequest("the body is empty; send a JSON object")
+                num_bytes = upload.writer.num_bytes
+                await self.batches.files.check_room(tenant, num_bytes)
                 total = await upload.writer.rewrite(batch_id + INPUT, self._write_lines)
         new = NewBatch(
             id=batch_id,
@@ -81,6 +87,7 @@ class MessageBatchEndpoints:
             created_at=now,
             expires_at=now + WINDOW_S,
             total=total,
+            input_bytes=num_bytes,
         )
         return _shown(request, await self.batches.create(new))
 
@@ -135,8 +142,9 @@ class MessageBatchEndpoints:
         if not 1 <= len(requests) <= most:
             raise InvalidRequest(f"requests: must hold 1 to {most} requests", param="requests")
         seen: set[str] = set()
-        for index, item in enumerate(requests):
+        for index, raw in enumerate(requests):
             where = f"requests.{index}"
+            item = _read_request(raw, where)
             if not _CUSTOM_ID.fullmatch(item.custom_id):
                 raise InvalidRequest(
                     f"{where}.custom_id: must be 1 to 64 letters, digits, - and _",
@@ -163,9 +171,20 @@ class MessageBatchEndpoints:
         return len(requests)
 
 
-def _read_body(source: mmap.mmap) -> list[_Request]:
+def _read_request(raw: msgspec.Raw, where: str) -> _Request:
     try:
-        return _decoder.decode(source).requests
+        return _request_decoder.decode(raw)
+    except UnicodeDecodeError:
+        raise InvalidRequest("the body is not valid UTF-8") from None
+    except msgspec.MsgspecError as error:
+        # the text names a type and a place, never a value
+        raise InvalidRequest(f"{where}: {error}", param=where) from None
+
+
+def _read_body(source: mmap.mmap) -> list[msgspec.Raw]:
+    try:
+        with _one_at_a_time:
+            return _decoder.decode(source).requests
     except UnicodeDecodeError:
         raise InvalidRequest("the body is not valid UTF-8") from None
     except msgspec.ValidationError as error:

@@ -181,13 +181,13 @@ class EndpointCalls:
     def unanswered_line(self, batch: Batch, request: EndedRequest) -> bytes:
         is_cancelled = request.state == REQUEST_CANCELED
         if batch.dialect == errors.ANTHROPIC:
-            return _encode({"custom_id": request.custom_id, "result": {"type": request.state}})
+            return _line({"custom_id": request.custom_id, "result": {"type": request.state}})
         error = _EXPIRED if not is_cancelled else _CANCELLED
         row = {
             "id": _request_name(request.id), "custom_id": request.custom_id, "response": None,
             "error": error,
         }  # fmt: skip
-        return _encode(row)
+        return _line(row)
 
 
 _EXPIRED = {
@@ -263,22 +263,27 @@ class _Call:
 _LINE_ENDS = [(char.encode(), b"\\u%04x" % ord(char)) for char in "\x85\u2028\u2029"]
 
 
-def _result_line(batch: Batch, custom_id: str, number: int, call: _Call) -> bytes:
-    raw = call.body
+def _line(row: dict[str, Any]) -> bytes:
+    """One line of a file with results."""
+    raw = _encode(row)
     for char, escaped in _LINE_ENDS:
         raw = raw.replace(char, escaped)
-    body = msgspec.Raw(raw)
+    return raw
+
+
+def _result_line(batch: Batch, custom_id: str, number: int, call: _Call) -> bytes:
+    body = msgspec.Raw(call.body)
     if batch.dialect == errors.ANTHROPIC:
         kind = "message" if call.status == 200 else "error"
         state = REQUEST_SUCCEEDED if call.status == 200 else REQUEST_ERRORED
-        return _encode({"custom_id": custom_id, "result": {"type": state, kind: body}})
+        return _line({"custom_id": custom_id, "result": {"type": state, kind: body}})
     response = {
         "status_code": call.status, "request_id": call.exchange.request_id, "body": body,
     }  # fmt: skip
     row = {
         "id": _request_name(number), "custom_id": custom_id, "response": response, "error": None,
     }  # fmt: skip
-    return _encode(row)
+    return _line(row)
 
 
 def _tokens(body: bytes) -> BatchTokens:

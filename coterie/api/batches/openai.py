@@ -62,6 +62,7 @@ class BatchEndpoints:
             dialect=OPENAI,
             endpoint=body.endpoint,
             input_file=file.id,
+            input_bytes=file.num_bytes,
             created_at=now,
             expires_at=now + WINDOW_S,
             metadata=body.metadata,

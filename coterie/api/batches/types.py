@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from coterie.api.body import QueryParameters, RequestBody
 from coterie.core.batch import MAX_BATCH_PAGE, MAX_FILE_PAGE
@@ -57,6 +57,9 @@ class BatchQuery(QueryParameters):
 
 
 class MessageBatchQuery(QueryParameters):
+    # the vendor's client sends `beta` too
+    model_config = ConfigDict(extra="ignore")
+
     limit: int = Field(20, ge=1, le=MAX_BATCH_PAGE)
     after_id: ObjectId | None = None
     before_id: ObjectId | None = None

@@ -42,7 +42,7 @@ from coterie.api.openai.types import TokenizeBody, TokenizerQuery
 from coterie.api.response_format import format_named
 from coterie.api.transport.sse import EventStream
 from coterie.core.errors import UnsupportedFeature
-from coterie.core.request import AUTO, Prompt, Sampling, Text
+from coterie.core.request import AUTO, Prompt, RouteHints, Sampling, Text
 from coterie.models.text.tokenizer import Tokenizer, is_long
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ class LlamaDialect:
         """Complete a text or tokens, whole or as a stream of events."""
         body = await parse(request, LlamaCompletionBody, self.max_body_bytes)
         parsed = self._parsed(body, request)
-        specialist = self.service.resolve(parsed.request.hints)
+        specialist = self.service.resolve(
+            parsed.request.hints, tenant=exchange_of(request.scope).tenant
+        )
         context = self.service.model(specialist).max_model_len
         prompt = await completion_prompt(body, self._tokenizer(specialist), context)
         parsed = self._pinned(parsed, specialist, prompt)
@@ -70,7 +72,9 @@ class LlamaDialect:
         """Fill a gap between two texts, for models that were trained to."""
         body = await parse(request, InfillBody, self.max_body_bytes)
         parsed = self._parsed(body, request)
-        specialist = self.service.resolve(parsed.request.hints)
+        specialist = self.service.resolve(
+            parsed.request.hints, tenant=exchange_of(request.scope).tenant
+        )
         context = self.service.model(specialist).max_model_len
         prompt = await infill_prompt(body, self.service.tokenizer(specialist), context)
         parsed = self._pinned(parsed, specialist, prompt)
@@ -79,8 +83,9 @@ class LlamaDialect:
     async def llama_props(self, request: Request) -> Response:
         """Properties of the server and of a model."""
         name, tenant = query_of(request, TokenizerQuery).model, exchange_of(request.scope).tenant
-        card = self.service.model(name, tenant)
-        served = self.service.fleet.find(name or card.name)
+        specialist = self.service.resolve(RouteHints(name), tenant=tenant)
+        card = self.service.model(name or specialist, tenant)
+        served = self.service.fleet.find(specialist)
         facts: dict[str, Any] = {} if served.tokenizer is None else served.tokenizer.facts()
         params = _settings(Sampling(), None, False, card.max_model_len)
         payload = {
@@ -100,7 +105,8 @@ class LlamaDialect:
     async def apply_template(self, request: Request) -> Response:
         """The prompt that a model's template makes of a chat."""
         body = await parse(request, ApplyTemplateBody, self.max_body_bytes)
-        tokenizer = self.service.tokenizer(body.model)
+        hints, tenant = RouteHints(body.model), exchange_of(request.scope).tenant
+        tokenizer = self.service.tokenizer(self.service.resolve(hints, tenant=tenant))
         told = TokenizeBody.model_validate(body.model_dump(exclude_unset=True, exclude={"tools"}))
         chat = replace(chat_prompt(told), tools=tool_fields(body.tools or ()))
         if is_long(chat):
@@ -153,7 +159,7 @@ class LlamaDialect:
             tuple(body.response_fields or ()),
             with_tokens=bool(body.return_tokens),
             with_probabilities=bool(body.n_probs),
-            reads_only=body.n_predict == 0,
+            reads_only=body.most == 0,
         )
 
 
@@ -161,7 +167,7 @@ def _settings(
     sampling: Sampling, body: LlamaFields | None, stream: bool, context: int
 ) -> dict[str, Any]:
     """The values that hold; None = the model's."""
-    most = None if body is None else body.n_predict
+    most = None if body is None else body.most
     return {
         "n_ctx": context,
         "n_predict": -1 if most is None else most,

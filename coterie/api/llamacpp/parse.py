@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from coterie.api.body_fields import positive_top_p, refuse_fields
+from coterie.api.body_fields import positive_top_p, refuse_misplaced_fields
 from coterie.api.dialect import CallerInfo, ParsedRequest
 from coterie.api.llamacpp.types import (
     InfillBody,
@@ -32,6 +32,20 @@ from coterie.models.text.tokenizer import Tokenizer
 
 # editors send these with every request to fill a gap; they only say when to give up
 _HINTS = frozenset({"samplers", "n_indent", "t_max_prompt_ms", "t_max_predict_ms"})
+# fields of other APIs; what to do instead
+_MISPLACED = {
+    "max_completion_tokens": "use n_predict",
+    "repetition_penalty": "use repeat_penalty",
+    "response_format": "use json_schema",
+    "guided_json": "use json_schema",
+    "messages": "use /v1/chat/completions, or /apply-template first",
+    "tools": "use /v1/chat/completions",
+    "system_prompt": "put it into prompt",
+    "suffix": "use /infill",
+    "logprobs": "use n_probs",
+    "t_max_predict_ms": "send the header x-deadline-ms",
+    "n_indent": "is honoured by no model here",
+}
 # a bias that no token overcomes
 _NEVER = -100.0
 
@@ -40,7 +54,9 @@ def parse_completion(body: LlamaFields, caller: CallerInfo, id_: str) -> ParsedR
     """The prompt is set afterwards: it may need the model's tokens."""
     extra = body.model_extra or {}
     is_infill = isinstance(body, InfillBody)
-    refuse_fields({name: extra[name] for name in extra if not (is_infill and name in _HINTS)})
+    given = {name: extra[name] for name in extra if not (is_infill and name in _HINTS)}
+    # zero is llama.cpp's default of its limits
+    refuse_misplaced_fields({name: given[name] for name in given if given[name] != 0}, _MISPLACED)
     _refuse(body)
     answer_format = _format(body)
     field = "grammar" if body.grammar else "json_schema"
@@ -50,7 +66,7 @@ def parse_completion(body: LlamaFields, caller: CallerInfo, id_: str) -> ParsedR
         sampling=_sampling(body),
         limits=Limits(
             # an engine always makes one token; the answer leaves it out
-            max_tokens=None if body.n_predict in (None, -1) else max(body.n_predict or 0, 1),
+            max_tokens=None if body.most in (None, -1) else max(body.most or 0, 1),
             stop=tuple(body.stop or ()),
             ignore_eos=bool(body.ignore_eos),
             priority=caller.priority(None),

@@ -112,7 +112,8 @@ def whole(shape: LlamaShape, answer: CollectedAnswer) -> bytes:
     end = (choice.finish_reason, choice.stop_match)
     payload = shape.final(words, ids, end, answer.finished)
     if shape.with_probabilities:
-        payload["completion_probabilities"] = probability_fields(choice.logprobs)
+        scores = () if shape.reads_only else choice.logprobs
+        payload["completion_probabilities"] = probability_fields(scores)
     return encode(shape.chosen(payload | answer.metadata))
 
 

@@ -39,6 +39,8 @@ class LlamaFields(RequestBody):
     stream: bool | None = None
     # -1 = until the context is full; 0 = only read the prompt
     n_predict: int | None = Field(None, ge=-1, le=_INT64)
+    # another name for it
+    max_tokens: int | None = Field(None, ge=-1, le=_INT64)
     temperature: float | None = sampling_field("temperature")
     top_k: int | None = sampling_field("top_k")
     top_p: float | None = top_p_from_zero()
@@ -67,6 +69,11 @@ class LlamaFields(RequestBody):
     return_tokens: bool | None = None
     # only these fields of the answer; `a/b` is the field b of a
     response_fields: Annotated[list[str], Field(max_length=MAX_FIELDS)] | None = None
+
+    @property
+    def most(self) -> int | None:
+        """Tokens of the answer."""
+        return self.max_tokens if self.n_predict is None else self.n_predict
 
 
 class TextPrompt(RequestBody):

@@ -21,7 +21,7 @@ from coterie.api.openai.parse import chat_prompt, tool_fields
 from coterie.api.openai.render import model_card
 from coterie.api.openai.types import DetokenizeBody, TokenizeBody, TokenizerQuery
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
-from coterie.core.request import Text
+from coterie.core.request import RouteHints, Text
 
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ class NativeEndpoints:
         query = query_of(request, ModelQuery)
         cards = self.pipeline.models(exchange_of(request.scope).tenant)
         if exchange_of(request.scope).dialect != ANTHROPIC:
-            return answer({"object": "list", "data": [_openai_card(card) for card in cards]})
+            return answer({"object": "list", "data": [self._openai_card(card) for card in cards]})
         page, has_more = _page(cards, query)
         data = [model_fields(card) for card in page]
         first, last = (page[0].name, page[-1].name) if page else (None, None)
@@ -82,13 +82,17 @@ class NativeEndpoints:
         exchange = exchange_of(request.scope)
         anthropic = exchange.dialect == ANTHROPIC
         card = self.pipeline.model(name, exchange.tenant)
-        return answer(model_fields(card) if anthropic else _openai_card(card))
+        return answer(model_fields(card) if anthropic else self._openai_card(card))
+
+    def _openai_card(self, card: ModelCard) -> Any:
+        kind = "encoder" if card.name in self.pipeline.encoders.served else "text"
+        return model_card(card.name, card.created, card.root, card.parent, card.max_model_len, kind)
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a chat."""
         body = await parse(request, TokenizeBody, self.max_body_bytes)
-        tokenizer, card = self._find(body.model)
-        ids = await self._ids(body)
+        tokenizer, card = self._find(request, body.model)
+        ids = await self._ids(body, card.name)
         payload: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": card.max_model_len,
@@ -104,7 +108,7 @@ class NativeEndpoints:
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
         body = await parse(request, DetokenizeBody, self.max_body_bytes)
-        tokenizer, _ = self._find(body.model)
+        tokenizer, _ = self._find(request, body.model)
         if max(body.tokens, default=0) >= tokenizer.vocab_size:
             over = (i for i, token in enumerate(body.tokens) if token >= tokenizer.vocab_size)
             param = f"tokens.{next(over)}"
@@ -116,29 +120,32 @@ class NativeEndpoints:
 
     async def tokenizer_info(self, request: Request) -> Response:
         """The tokenizer's settings: special tokens, added tokens, chat template."""
-        tokenizer, card = self._find(query_of(request, TokenizerQuery).model)
+        tokenizer, card = self._find(request, query_of(request, TokenizerQuery).model)
         return answer(tokenizer.facts() | {"model_max_length": card.max_model_len})
 
     async def load(self, request: Request) -> Response:
         """How many requests are running or waiting."""
         return answer({"server_load": self.pipeline.num_open})
 
-    async def _ids(self, body: TokenizeBody) -> list[int]:
+    async def _ids(self, body: TokenizeBody, specialist: str) -> list[int]:
         if [body.prompt, body.messages, body.content].count(None) != 2:
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if not body.parse_special:
             text = "parse_special: names of special tokens always mean these tokens here"
             raise UnsupportedFeature(text, param="parse_special")
         if body.content is not None:
-            return await self.pipeline.tokenise(body.model, Text(body.content, body.add_special))
+            return await self.pipeline.tokenise(specialist, Text(body.content, body.add_special))
         if body.messages is not None:
             prompt = replace(chat_prompt(body), tools=tool_fields(body.tools or ()))
-            return await self.pipeline.tokenise(body.model, prompt)
+            return await self.pipeline.tokenise(specialist, prompt)
         special = body.add_special_tokens is not False
-        return await self.pipeline.tokenise(body.model, Text(body.prompt or "", special))
+        return await self.pipeline.tokenise(specialist, Text(body.prompt or "", special))
 
-    def _find(self, model: str | None) -> tuple[Tokenizer, ModelCard]:
-        return self.pipeline.tokenizer(model), self.pipeline.model(model)
+    def _find(self, request: Request, model: str | None) -> tuple[Tokenizer, ModelCard]:
+        """The tokenizer of the specialist that the caller may use under this name, and its card."""
+        tenant = exchange_of(request.scope).tenant
+        specialist = self.pipeline.resolve(RouteHints(model), tenant=tenant)
+        return self.pipeline.tokenizer(specialist), self.pipeline.model(specialist)
 
     async def health(self, request: Request) -> Response:
         """Health with details per specialist: 200 when every request can be served, else 503."""
@@ -217,7 +224,3 @@ def _piece(data: bytes) -> str | list[int]:
         return data.decode()
     except UnicodeDecodeError:
         return list(data)
-
-
-def _openai_card(card: ModelCard) -> Any:
-    return model_card(card.name, card.created, card.root, card.parent, card.max_model_len)

@@ -150,7 +150,7 @@ class OllamaDialect:
     def _loaded(self, body: OllamaFields, name: str, exchange: Exchange) -> Response:
         """A request without a prompt loads a model, or unloads it."""
         self.service.model(name, exchange.tenant)
-        if body.keep_alive in (0, "0", "0s"):
+        if _is_zero(body.keep_alive):
             raise UnsupportedFeature(
                 "keep_alive: models stay loaded while this server runs", param="keep_alive"
             )
@@ -184,7 +184,8 @@ class OllamaDialect:
         return size > room
 
     async def _filling(self, parsed: ParsedRequest, before: str, after: str) -> ParsedRequest:
-        specialist = self.service.resolve(parsed.request.hints)
+        request = parsed.request
+        specialist = self.service.resolve(request.hints, tenant=request.tenant)
         tokenizer = self.service.tokenizer(specialist)
         context, gap = self.service.model(specialist).max_model_len, GapText(before, after)
         ids = await asyncio.to_thread(fill_prompt, tokenizer, gap, context, "suffix")
@@ -192,8 +193,8 @@ class OllamaDialect:
 
     async def _continued(self, parsed: ParsedRequest, context: list[int]) -> ParsedRequest:
         """The new turn after the tokens of the ones before."""
-        prompt = parsed.request.prompt
-        specialist = self.service.resolve(parsed.request.hints, prompt)
+        request, prompt = parsed.request, parsed.request.prompt
+        specialist = self.service.resolve(request.hints, prompt, request.tenant)
         ids = await self.service.tokenise(specialist, prompt)
         return self._with_tokens(parsed, specialist, (*context, *ids))
 
@@ -240,6 +241,13 @@ class OllamaDialect:
         if not isinstance(parsed.request.prompt, Chat):
             return TEXT_ONLY
         return await answer_syntax_of(parsed, planned.tokenizer)
+
+
+def _is_zero(duration: float | str | None) -> bool:
+    """`0m` is as short as `0s`."""
+    if isinstance(duration, str):
+        return "0" in duration and not set("123456789") & set(duration)
+    return duration == 0
 
 
 def _sends_context(body: OllamaFields, planned: PlannedAnswer) -> bool:

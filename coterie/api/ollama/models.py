@@ -12,12 +12,14 @@ from coterie.models.text.fill import fill_marks
 
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
+    from coterie.service.encoders.served import ServedEncoder
     from coterie.service.fleet import ServedSpecialist
     from coterie.service.pipeline import Pipeline
 
 TAG = ":latest"
 # what Ollama writes for a model that is never unloaded
 _NEVER = "2318-09-18T00:00:00Z"
+_ENCODER, _EMBEDDING = "bert", "embedding"
 _PRECISIONS = {"fp32": "F32", "bf16": "BF16", "int8": "Q8", "int4": "Q4"}
 
 
@@ -38,7 +40,15 @@ def known_name(pipeline: Pipeline, name: str, tenant: str) -> str:
 
 def list_fields(pipeline: Pipeline, tenant: str) -> dict[str, Any]:
     """/api/tags."""
-    return {"models": [_listed(pipeline, card) for card in pipeline.models(tenant)]}
+    encoders = pipeline.encoders.served
+    return {
+        "models": [
+            _listed_encoder(encoders[card.name])
+            if card.name in encoders
+            else _listed(pipeline, card)
+            for card in pipeline.models(tenant)
+        ]
+    }
 
 
 def running_fields(pipeline: Pipeline, tenant: str) -> dict[str, Any]:
@@ -67,6 +77,8 @@ def running_fields(pipeline: Pipeline, tenant: str) -> dict[str, Any]:
 def show_fields(pipeline: Pipeline, name: str, tenant: str) -> dict[str, Any]:
     """/api/show. The template is Jinja's, not Go's."""
     card = pipeline.model(name, tenant)
+    if card.name in pipeline.encoders.served:
+        return _shown_encoder(pipeline.encoders.served[card.name])
     served = pipeline.fleet.find(name)
     tokenizer, context = served.tokenizer, card.max_model_len
     family = _family(served)
@@ -93,6 +105,48 @@ def _listed(pipeline: Pipeline, card: ModelCard) -> dict[str, Any]:
         "digest": _digest(card, served),
         "details": _details(card, served),
         "capabilities": _capabilities(served.tokenizer),
+    }
+
+
+def _listed_encoder(served: ServedEncoder) -> dict[str, Any]:
+    return {
+        "name": tagged(served.name),
+        "model": tagged(served.name),
+        "modified_at": _moment(served.created),
+        # of the weights; not known here
+        "size": 0,
+        "digest": hashlib.sha256(served.model.encode()).hexdigest(),
+        "details": _encoder_details(served),
+        "capabilities": [_EMBEDDING],
+    }
+
+
+def _shown_encoder(served: ServedEncoder) -> dict[str, Any]:
+    return {
+        "modelfile": f"# An encoder of Coterie\nFROM {served.name}\n",
+        "parameters": "",
+        "template": "",
+        "details": _encoder_details(served),
+        "model_info": {
+            "general.architecture": _ENCODER,
+            "general.basename": served.name,
+            f"{_ENCODER}.context_length": served.context,
+            f"{_ENCODER}.embedding_length": served.dim,
+        },
+        "capabilities": [_EMBEDDING],
+        "modified_at": _moment(served.created),
+    }
+
+
+def _encoder_details(served: ServedEncoder) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": _ENCODER,
+        "families": [_ENCODER],
+        "parameter_size": "",
+        "quantization_level": "F32",
+        "context_length": served.context,
     }
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from coterie.api.body_fields import adapter_hints, positive_top_p, refuse_fields
+from coterie.api.body_fields import adapter_hints, positive_top_p, refuse_misplaced_fields
 from coterie.api.dialect import CallerInfo, ParsedRequest, user_id_of
 from coterie.api.ollama.types import (
     OllamaCall,
@@ -38,6 +38,39 @@ from coterie.models.text.tool_format import MAX_DEPTH
 
 FORMAT_FIELD = "format"
 _ROLES = ("system", "user", "assistant", "tool")
+# fields of other APIs, and of `options`, that are not fields of the body; what to do instead
+_MISPLACED = {
+    "max_tokens": "use options.num_predict",
+    "max_completion_tokens": "use options.num_predict",
+    "response_format": "use format",
+    "json_schema": "use format",
+    "guided_json": "use format",
+    "grammar": "use format",
+    "n_predict": "use options.num_predict",
+    "repetition_penalty": "use options.repeat_penalty",
+} | {
+    name: f"belongs into options: options.{name}"
+    for name in OllamaOptions.model_fields
+    if name not in OllamaFields.model_fields
+}
+_MISPLACED_IN_CHAT = _MISPLACED | {
+    name: "is a field of /api/generate"
+    for name in OllamaGenerateBody.model_fields
+    if name not in OllamaChatBody.model_fields
+}
+_MISPLACED_IN_GENERATE = _MISPLACED | dict.fromkeys(
+    ("messages", "tools"), "is a field of /api/chat"
+)
+_MISPLACED_OPTIONS = {
+    "max_tokens": "use num_predict",
+    "n_predict": "use num_predict",
+    "max_completion_tokens": "use num_predict",
+    "repetition_penalty": "use repeat_penalty",
+    "format": "is a field of the body, not of options",
+    "response_format": "use format, a field of the body",
+    "json_schema": "use format, a field of the body",
+    "grammar": "use format, a field of the body",
+}
 _NO_OPTIONS = OllamaOptions.model_validate({})
 
 
@@ -73,7 +106,9 @@ def _parsed(
     id_: str,
     tools: ToolSet | None = None,
 ) -> ParsedRequest:
-    refuse_fields(body.model_extra)
+    generates = isinstance(body, OllamaGenerateBody)
+    misplaced = _MISPLACED_IN_GENERATE if generates else _MISPLACED_IN_CHAT
+    refuse_misplaced_fields(body.model_extra, misplaced)
     if (body.model_extra or {}).get("_debug_render_only"):
         text = "_debug_render_only: use /apply-template"
         raise UnsupportedFeature(text, param="_debug_render_only")
@@ -112,7 +147,7 @@ def _refuse_generate(body: OllamaGenerateBody) -> None:
 
 
 def _refuse_options(options: OllamaOptions) -> None:
-    refuse_fields(options.model_extra)
+    refuse_misplaced_fields(options.model_extra, _MISPLACED_OPTIONS)
     is_penalised = options.repeat_penalty not in (None, 1) or any(
         (options.presence_penalty, options.frequency_penalty)
     )

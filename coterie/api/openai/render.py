@@ -161,7 +161,9 @@ class RunningUsage:
         return usage_fields(Usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens))
 
 
-def model_card(name: str, created: int, root: str, parent: str | None, length: int) -> Any:
+def model_card(
+    name: str, created: int, root: str, parent: str | None, length: int, kind: str
+) -> Any:
     return {
         "id": name,
         "object": "model",
@@ -170,4 +172,5 @@ def model_card(name: str, created: int, root: str, parent: str | None, length: i
         "root": root,
         "parent": parent,
         "max_model_len": length,
+        "kind": kind,
     }

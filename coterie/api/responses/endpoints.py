@@ -137,7 +137,7 @@ class ResponsesDialect:
         history = await self.kept.history(body, tenant)
         body = await self.kept.with_references(body, tenant)
         chat = prompt_of(body, response_tools(body), history)
-        specialist = self.service.resolve(RouteHints(body.model), chat)
+        specialist = self.service.resolve(RouteHints(body.model), chat, tenant)
         ids = await self.service.tokenise(specialist, chat)
         counted = {"object": "response.input_tokens", "input_tokens": len(ids)}
         return Response(encode(counted), media_type=JSON)
@@ -187,7 +187,7 @@ class ResponsesDialect:
         hints = self.service.named(received.parsed.request.hints)
         request = replace(received.parsed.request, hints=hints)
         parsed = replace(received.parsed, request=request)
-        specialist = self.service.resolve(request.hints, request.prompt)
+        specialist = self.service.resolve(request.hints, request.prompt, request.tenant)
         tokenizer = self._tokenizer(specialist)
         syntax = await answer_syntax_of(parsed, tokenizer)
         parsed = await with_answer_grammar(parsed, tokenizer, syntax)

@@ -38,7 +38,8 @@ CREATE TABLE IF NOT EXISTS batches (
   succeeded INTEGER NOT NULL DEFAULT 0, errored INTEGER NOT NULL DEFAULT 0,
   canceled INTEGER NOT NULL DEFAULT 0, expired INTEGER NOT NULL DEFAULT 0,
   prompt INTEGER NOT NULL DEFAULT 0, cached INTEGER NOT NULL DEFAULT 0,
-  completion INTEGER NOT NULL DEFAULT 0, reasoning INTEGER NOT NULL DEFAULT 0);
+  completion INTEGER NOT NULL DEFAULT 0, reasoning INTEGER NOT NULL DEFAULT 0,
+  input_bytes INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS batches_listed ON batches (tenant, dialect, seq);
 CREATE INDEX IF NOT EXISTS batches_open ON batches (owner) WHERE ended_at IS NULL;
 CREATE INDEX IF NOT EXISTS batches_ended ON batches (ended_at) WHERE ended_at IS NOT NULL;
@@ -84,6 +85,7 @@ class ClaimedRequest:
     """A request that runs now. `crashes`: servers that died while it ran in them."""
 
     id: int
+    line: int
     custom_id: str
     start: int
     length: int
@@ -129,11 +131,11 @@ class BatchTables:
                 raise Overloaded(f"{what} not ended; wait for one, or cancel it", retry_after_s=30)
             sql.execute(
                 "INSERT INTO batches (id, tenant, dialect, endpoint, input_file, status, owner, "
-                "created_at, expires_at, total, metadata, output_keep_s) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "created_at, expires_at, total, input_bytes, metadata, output_keep_s) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     new.id, new.tenant, new.dialect, new.endpoint, new.input_file, status, owner,
-                    new.created_at, new.expires_at, new.total,
+                    new.created_at, new.expires_at, new.total, new.input_bytes,
                     None if new.metadata is None else _encode(new.metadata), new.output_keep_s,
                 ),
             )  # fmt: skip
@@ -255,15 +257,18 @@ class BatchTables:
         query = f"SELECT count(*) FROM requests WHERE batch = ? AND state = '{PENDING}'"
         return int(self._sql.execute(query, (batch_id,)).fetchone()[0])
 
-    def claim(self, batch_id: str, status: str) -> ClaimedRequest | None:
-        """The next request, in the order of lines; those that were in crashes come last."""
+    def claim(self, batch_id: str, status: str, after: int = 0) -> ClaimedRequest | None:
+        """The next request, in the order of lines; those that were in crashes come last. `after`:
+        those behind this line first."""
         row = self._sql.execute(
             f"UPDATE requests SET state = '{RUNNING}' WHERE id = (SELECT id FROM requests "
-            f"WHERE batch = ? AND state = '{PENDING}' ORDER BY crashes, line LIMIT 1) "
+            f"WHERE batch = ? AND state = '{PENDING}' AND line > ? ORDER BY crashes, line LIMIT 1) "
             "AND EXISTS (SELECT 1 FROM batches WHERE id = ? AND status = ?) "
-            "RETURNING id, custom_id, start, length, crashes",
-            (batch_id, batch_id, status),
+            "RETURNING id, line, custom_id, start, length, crashes",
+            (batch_id, after, batch_id, status),
         ).fetchone()
+        if row is None and after:
+            return self.claim(batch_id, status)
         return None if row is None else ClaimedRequest(*row)
 
     def requeue(self, request_id: int) -> bool:

@@ -39,11 +39,14 @@ class FileTable:
         )  # fmt: skip
 
     def check_room(self, tenant: str, more: int, settings: FileSettings) -> None:
-        """Raise if files of `more` bytes would be too much, for the tenant or in all."""
+        """Raise if files of `more` bytes would be too much, for the tenant or in all. The inputs of
+        open batches count too: they are on disk also if their file was deleted."""
         count, own, total = self._sql.execute(
-            "SELECT count(*) FILTER (WHERE tenant = :tenant), "
+            "SELECT coalesce(sum(is_file) FILTER (WHERE tenant = :tenant), 0), "
             "coalesce(sum(bytes) FILTER (WHERE tenant = :tenant), 0), coalesce(sum(bytes), 0) "
-            "FROM files",
+            "FROM (SELECT tenant, bytes, 1 AS is_file FROM files UNION ALL "
+            "SELECT tenant, input_bytes, 0 FROM batches WHERE ended_at IS NULL "
+            "AND NOT EXISTS (SELECT 1 FROM files WHERE files.id = batches.input_file))",
             {"tenant": tenant},
         ).fetchone()
         if count >= MAX_FILES:
@@ -64,7 +67,13 @@ class FileTable:
         return None if row is None else StoredFile(*row)
 
     def page(
-        self, tenant: str, purpose: str | None, after: str | None, limit: int, newest_first: bool
+        self,
+        tenant: str,
+        purpose: str | None,
+        after: str | None,
+        limit: int,
+        newest_first: bool,
+        now: float,
     ) -> list[StoredFile] | None:
         """One more than `limit` if there are more; None if there is no file `after`."""
         seq = 0
@@ -77,10 +86,12 @@ class FileTable:
         compare, order = ("<", "DESC") if newest_first else (">", "ASC")
         rows: Sequence[Any] = self._sql.execute(
             f"SELECT {_FILE} FROM files WHERE tenant = :tenant AND purpose IN ({_LISTED}) "
-            "AND (:purpose IS NULL OR purpose = :purpose) "
+            "AND (:purpose IS NULL OR purpose = :purpose) AND expires_at > :now "
             f"AND (:seq = 0 OR seq {compare} :seq) ORDER BY seq {order} LIMIT :limit",
-            {"tenant": tenant, "purpose": purpose, "seq": seq, "limit": limit + 1},
-        ).fetchall()
+            {
+                "tenant": tenant, "purpose": purpose, "seq": seq, "limit": limit + 1, "now": now,
+            },
+        ).fetchall()  # fmt: skip
         return [StoredFile(*row) for row in rows]
 
     def remove(self, file_id: str, tenant: str) -> bool:

@@ -97,7 +97,7 @@ class FileStore:
         self, tenant: str, purpose: str | None, after: str | None, limit: int, newest_first: bool
     ) -> FilePage:
         files = await self._store.ask(
-            lambda db: db.files.page(tenant, purpose, after, limit, newest_first)
+            lambda db: db.files.page(tenant, purpose, after, limit, newest_first, time.time())
         )
         if files is None:
             raise InvalidRequest("after: no file has this id", param="after")

@@ -17,7 +17,8 @@ PART_BYTES, PART_LINES = 64 * 1024, 64
 READ_BYTES = 256 * 1024
 # faults that are collected before the rest of a file is left unread
 MAX_FAULTS = 1000
-MAX_CUSTOM_ID = 512
+# lines without a request, in all
+MAX_EMPTY_LINES = 10_000
 BOM = b"\xef\xbb\xbf"
 
 
@@ -35,7 +36,8 @@ class LineReader:
     def __init__(self, file: BinaryIO, max_bytes: int) -> None:
         self._file, self._max = file, max_bytes
         self._buffer = b""
-        # of the buffer's first byte
+        # where the next line starts in the buffer, and where the buffer starts in the file
+        self._at = 0
         self._offset = 0
         self._number = 0
         self._at_end = False
@@ -53,33 +55,35 @@ class LineReader:
         return lines
 
     def _next(self) -> _Line | None:
-        searched = 0
-        start, self_is_long = self._offset, False
+        start, is_long = self._offset + self._at, False
+        searched = self._at
         while True:
             end = self._buffer.find(b"\n", searched)
             if end >= 0 or self._at_end:
                 break
-            searched = len(self._buffer)
-            if searched > self._max:
+            # what was read before is dropped once in a piece, not with each line
+            self._drop(self._at)
+            if len(self._buffer) > self._max:
                 # keep nothing of it
-                self_is_long = True
-                self._drop(searched)
-                searched = 0
+                is_long = True
+                self._drop(len(self._buffer))
+            searched = len(self._buffer)
             piece = self._file.read(READ_BYTES)
             self._at_end = not piece
             self._buffer += piece
-        if end < 0 and not self._buffer and not self_is_long:
+        if end < 0 and self._at == len(self._buffer) and not is_long:
             return None
-        length = len(self._buffer) if end < 0 else end
-        raw = self._buffer[:length]
-        self._drop(length + (end >= 0))
+        stop = len(self._buffer) if end < 0 else end
+        is_long = is_long or stop - self._at > self._max
+        raw = None if is_long else self._buffer[self._at : stop]
+        self._at = stop + (end >= 0)
         self._number += 1
-        is_long = self_is_long or length > self._max
-        return _Line(self._number, start, None if is_long else raw)
+        return _Line(self._number, start, raw)
 
     def _drop(self, count: int) -> None:
         self._buffer = self._buffer[count:]
         self._offset += count
+        self._at = 0
 
 
 @dataclass(slots=True)
@@ -91,12 +95,15 @@ class LineChecker:
     max_requests: int
     faults: list[LineFault] = field(default_factory=list)
     num_requests: int = 0
+    # it has too many empty lines
+    is_cut: bool = False
     _seen: set[str] = field(default_factory=set)
 
     @property
     def has_enough(self) -> bool:
         """Whether the rest need not be read."""
-        return len(self.faults) >= MAX_FAULTS or self.num_requests > self.max_requests
+        is_over = self.is_cut or self.num_requests > self.max_requests
+        return is_over or len(self.faults) >= MAX_FAULTS
 
     def check(self, lines: list[_Line]) -> list[BatchLine]:
         """The requests of these lines. Empty lines are passed over."""
@@ -106,6 +113,11 @@ class LineChecker:
             if raw is not None and line.number == 1:
                 raw = raw.removeprefix(BOM)
             if raw is not None and not raw.strip():
+                if line.number - self.num_requests > MAX_EMPTY_LINES:
+                    message = f"the file has more than {MAX_EMPTY_LINES} empty lines"
+                    self.faults.append(LineFault("too_many_lines", message, line.number))
+                    self.is_cut = True
+                    break
                 continue
             self.num_requests += 1
             if self.num_requests > self.max_requests:
@@ -123,7 +135,7 @@ class LineChecker:
 
     def end(self) -> None:
         """After the last line."""
-        if not self.num_requests:
+        if not self.num_requests and not self.faults:
             self.faults.append(LineFault("empty_file", "the input file holds no request", 1))
 
     def _custom_id(self, raw: bytes | None) -> str:

@@ -52,6 +52,7 @@ SWEEP_S, CLEAN_S = 2.0, 60.0
 MAX_SHOWN_FAULTS = 50
 # its results are a file that only the batch names
 MESSAGE_BATCH = "msgbatch_"
+OPENAI = "openai"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,8 @@ class BatchService:
             lambda db: db.batches.page(tenant, dialect, cursor, limit, before)
         )
         if found is None:
-            name = "before_id" if before else "after"
+            cursor_name = "after" if dialect == OPENAI else "after_id"
+            name = "before_id" if before else cursor_name
             raise InvalidRequest(f"{name}: no batch has this id", param=name)
         batches = tuple(found[:limit])
         return BatchPage(batches[::-1] if before else batches, len(found) > limit)
@@ -248,7 +250,8 @@ class BatchService:
         """Check every line. False if the batch has ended in failure."""
         calls, folder, store = self.work.calls, self.files.folder, self._store
         assert calls is not None
-        checker = LineChecker(batch, calls, self.settings.max_requests)
+        # the requests of a message batch were counted when it was accepted
+        checker = LineChecker(batch, calls, max(self.settings.max_requests, batch.total))
         await store.ask(lambda db: db.batches.clear_requests(batch.id))
         path = folder.path(batch.id + INPUT)
         file: BinaryIO = await folder.aside(lambda: path.open("rb", 0))

@@ -42,6 +42,7 @@ class BatchDatabase:
                 if self._sql.execute("PRAGMA user_version").fetchone()[0] > FORMAT:
                     raise Unavailable(f"{path} was made by a newer Coterie; update this one")
                 self._sql.executescript(batch_tables.SCHEMA + file_table.SCHEMA)
+                self._add_column("batches", "input_bytes INTEGER NOT NULL DEFAULT 0")
                 self._sql.execute(f"PRAGMA user_version = {FORMAT}")
             self.owner = JobOwner(path.with_suffix(".owners"))
         except BaseException:
@@ -49,6 +50,12 @@ class BatchDatabase:
             raise
         self.batches, self.files = BatchTables(self._sql), FileTable(self._sql)
         self.owner.clean()
+
+    def _add_column(self, table: str, column: str) -> None:
+        """To a file of an earlier release."""
+        known = [row[1] for row in self._sql.execute(f"PRAGMA table_info({table})")]
+        if column.split()[0] not in known:
+            self._sql.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
 
     def adopt(self) -> int:
         """Take over the open batches of servers that have ended."""

@@ -2,7 +2,9 @@
 it.
 
 Tenants with fewer running requests come first, then the batch that was served longest ago. A
-request that cannot run now waits again; a tenant whose quota is used up waits alone.
+request that cannot run now waits again, behind the others of its batch. A batch whose requests are
+refused waits alone: its model may be the only one that cannot answer. So does a tenant whose quota
+is used up.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from coterie.service.quotas import QuotaExceeded
 # a request that ran in this many servers when they died is given up as their cause
 MAX_CRASHES = 10
 MAX_TENANT_PAUSE_S = 60.0
+# a batch waits after a refusal of a full queue, if none of its requests runs that could make room;
+# or after so many in a row of models without a worker. Longer each time
+MAX_REFUSED, FIRST_PAUSE_S, MAX_PAUSE_S = 8, 1.0, 30.0
 
 
 @dataclass(slots=True)
@@ -39,8 +44,26 @@ class OpenBatch:
     num_taken: int = 0
     # time.monotonic()
     served_at: float = 0.0
+    not_before: float = 0.0
+    # the request that was refused last: those behind it are tried first
+    refused_line: int = 0
+    # refusals and pauses since the last answer
+    num_refused: int = 0
+    num_pauses: int = 0
     # set when every request has ended, or none may run any more
     done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def refused(self, line: int, error: CoterieError) -> None:
+        self.refused_line = line
+        self.num_refused += 1
+        is_full = isinstance(error, Overloaded) and self.num_taken <= 1
+        if is_full or self.num_refused >= MAX_REFUSED:
+            wait_s = max(error.retry_after_s or 0.0, FIRST_PAUSE_S * 2.0**self.num_pauses)
+            self.not_before = time.monotonic() + min(wait_s, MAX_PAUSE_S)
+            self.num_refused, self.num_pauses = 0, min(self.num_pauses + 1, 8)
+
+    def answered(self) -> None:
+        self.num_refused = self.num_pauses = 0
 
 
 class RequestCounter(Protocol):
@@ -95,13 +118,15 @@ class BatchWork:
         return self._run(opened)
 
     def next_start_s(self) -> float | None:
-        """Seconds until a tenant that waits for its quota may start again."""
-        waiting = [
-            self._not_before[item.batch.tenant]
-            for item in self._batches.values()
-            if item.left and item.batch.tenant in self._not_before
-        ]
-        return max(min(waiting) - time.monotonic(), 0.01) if waiting else None
+        """Seconds until a batch that waits, or a tenant that waits for its quota, may start
+        again."""
+        now = time.monotonic()
+        starts = [self._start_of(item) for item in self._batches.values() if item.left]
+        waiting = [at - now for at in starts if at > now]
+        return max(min(waiting), 0.01) if waiting else None
+
+    def _start_of(self, item: OpenBatch) -> float:
+        return max(item.not_before, self._not_before.get(item.batch.tenant, 0.0))
 
     def _choose(self) -> OpenBatch | None:
         now = time.monotonic()
@@ -110,9 +135,7 @@ class BatchWork:
         for item in self._batches.values():
             loads[item.batch.tenant] = loads.get(item.batch.tenant, 0) + item.num_taken
         ready = [
-            item
-            for item in self._batches.values()
-            if item.left > 0 and item.batch.tenant not in self._not_before
+            item for item in self._batches.values() if item.left > 0 and self._start_of(item) <= now
         ]
         return min(ready, key=lambda item: (loads[item.batch.tenant], item.served_at), default=None)
 
@@ -131,7 +154,10 @@ class BatchWork:
     async def _run_next(self, opened: OpenBatch) -> None:
         batch = opened.batch
         try:
-            request = await self._store.ask(lambda db: db.batches.claim(batch.id, IN_PROGRESS))
+            after = opened.refused_line
+            request = await self._store.ask(
+                lambda db: db.batches.claim(batch.id, IN_PROGRESS, after)
+            )
         except Unavailable:
             opened.left += 1
             raise
@@ -144,11 +170,15 @@ class BatchWork:
         except (Overloaded, Unavailable) as error:
             await self._requeue(request)
             opened.left += 1
-            if not isinstance(error, QuotaExceeded):
+            if isinstance(error, QuotaExceeded):
+                wait_s = min(error.retry_after_s or RETRY_S, MAX_TENANT_PAUSE_S)
+                self._not_before[batch.tenant] = time.monotonic() + wait_s
+                return
+            opened.refused(request.line, error)
+            if isinstance(error, Overloaded):
                 raise
-            wait_s = min(error.retry_after_s or RETRY_S, MAX_TENANT_PAUSE_S)
-            self._not_before[batch.tenant] = time.monotonic() + wait_s
             return
+        opened.answered()
         await self._write(batch, request, answer)
 
     async def _answer(self, batch: Batch, request: ClaimedRequest) -> RequestAnswer:

@@ -19,7 +19,8 @@ class BackgroundWork(Protocol):
     """Work that runs while no job waits: the requests of batches."""
 
     def take(self) -> Coroutine[Any, Any, None] | None:
-        """The next piece of work. It raises Overloaded or Unavailable if it cannot run now."""
+        """The next piece of work. It raises Overloaded if there is no room for so much at once, and
+        is not to be given again at once then; Unavailable if nothing can run now."""
         ...
 
     def next_start_s(self) -> float | None:
@@ -72,16 +73,18 @@ class BackgroundPlaces:
         try:
             await work
             self._limit = min(self._limit + PLACES_BACK, float(self._places))
-        except (Overloaded, Unavailable) as error:
+        except Overloaded:
+            self._shrink()
+        except Unavailable as error:
             self._refused(error.retry_after_s)
         except Exception as error:
             log("background_fault", level="error", error=error)
             self._refused(None)
 
+    def _shrink(self) -> None:
+        self._limit = max(float(len(self.running) - 1), 1.0)
+
     def _refused(self, retry_after_s: float | None) -> None:
-        others = len(self.running) - 1
-        self._limit = max(float(others), 1.0)
-        if others <= 0:
-            # nothing of ours ends soon and makes room
-            wait_s = min(retry_after_s or RETRY_S, MAX_PAUSE_S)
-            self._not_before = time.monotonic() + wait_s
+        self._shrink()
+        wait_s = min(retry_after_s or RETRY_S, MAX_PAUSE_S)
+        self._not_before = time.monotonic() + wait_s

@@ -23,16 +23,29 @@ OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 T = TypeVar("T")
 
 
-def batch_server(home: Path, settings: str = "", **arguments: str) -> Served:
-    """The tiny model with a long context and two tenants."""
+def batch_server(home: Path, settings: str = "", dead_model: bool = False) -> Served:
+    """The tiny model with a long context and two tenants. `dead_model`: and one on a server that
+    does not answer."""
     keys, config = home.parent / "keys.txt", home.parent / "coterie.toml"
     keys.write_text("\n".join(KEYS) + "\n")
     config.write_text(settings)
-    return Served(
-        str(tiny_checkpoint("llama", max_position_embeddings=8192)),
-        *("--name", "tiny", "--api-key-file", str(keys), "--config", str(config)),
-        COTERIE_HOME=str(home),
-    )
+    model = str(tiny_checkpoint("llama", max_position_embeddings=8192))
+    common = ("--api-key-file", str(keys), "--config", str(config))
+    if not dead_model:
+        return Served(model, "--name", "tiny", *common, COTERIE_HOME=str(home))
+    specialists = f"""
+        [[specialists]]
+        name = "tiny"
+        model = "{model}"
+        [[specialists]]
+        name = "dead"
+        remote = {{ url = "http://127.0.0.1:9/v1", model = "dead", context = 512 }}
+        """
+    config.write_text(settings + specialists)
+    server = Served(*common, COTERIE_HOME=str(home), wait_ready=False)
+    # it is never wholly ready
+    until(lambda: server.post(CHAT, chat(), x_api_key=KEYS[0]).status, lambda code: code == 200)
+    return server
 
 
 def client_of(server: Served, key: str = KEYS[0]) -> openai.OpenAI:
