@@ -76,6 +76,7 @@ function forget() {
   panels.jobs.show({ counts: null, data: [] }, 0);
   panels.operator.showAudit([]);
   panels.operator.greet({ view: "tenant", controls: false, has_admins: true });
+  chat.showModels();
   summarise();
   drawTimes();
 }

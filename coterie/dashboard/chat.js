@@ -41,8 +41,9 @@ export class Chat {
 
   async showModels() {
     const response = await fetch(address("v1/models"), { headers: headersOf("api") }).catch(() => null);
-    if (response === null || !response.ok) return;
-    const names = (await response.json()).data.map((item) => item.id).filter((name) => name !== "auto");
+    if (response === null) return;
+    const found = response.ok ? (await response.json()).data : [];
+    const names = found.map((item) => item.id).filter((name) => name !== "auto");
     const select = byId("chat-model");
     const chosen = select.value;
     select.replaceChildren(...["auto", ...names].map((name) => make("option", { value: name, text: name })));

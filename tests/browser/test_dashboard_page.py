@@ -7,14 +7,16 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from playwright.sync_api import Page, expect
 
+from coterie.service.dashboard.feed import MAX_OF_ONE
 from tests.browser.conftest import ADMIN, CALLERS, NewPage, config_file
 from tests.helpers.serving.server_process import Served, chat, own_home
 
@@ -130,6 +132,49 @@ def test_an_answer_can_be_stopped(open_server: Served, new_page: NewPage) -> Non
         page.get_by_role("button", name="Stop", exact=True).click()
         expect(page.locator("#chat-log")).to_contain_text("stopped")
         expect(page.get_by_role("button", name="Send")).to_be_visible()
+
+
+def asked_messages(page: Page, question: str) -> list[dict[str, str]]:
+    """Asks, and returns the messages that the page sent."""
+    page.get_by_label("Question").fill(question)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_label("Question").press("Enter")
+    messages: list[dict[str, str]] = sent.value.post_data_json["messages"]
+    return messages
+
+
+@pytest.mark.full
+def test_a_conversation_begins_with_a_question(open_server: Served, new_page: NewPage) -> None:
+    page = new_page(open_server)
+    page.get_by_label("Model").select_option("spare")
+    asked_messages(page, "Count for a long time")
+    expect(page.locator(".said.assistant")).to_have_attribute("aria-busy", "true")
+    page.get_by_role("button", name="Clear").click()
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    # nothing of the answer that was under way
+    [only] = asked_messages(page, "first")
+    assert only == {"role": "user", "content": "first"}
+    for number in range(1, 12):
+        expect(page.locator("#chat-log .receipt")).to_have_count(number, timeout=30_000)
+        sent = asked_messages(page, f"question {number}")
+    # the oldest are left out, in pairs
+    assert len(sent) == 19 and sent[0]["role"] == sent[-1]["role"] == "user"
+    expect(page.locator("#chat-log .receipt")).to_have_count(12, timeout=30_000)
+    expect(page.locator(".said[aria-busy]")).to_have_count(0)
+
+
+@pytest.mark.full
+def test_one_dashboard_too_many_is_told_why(open_server: Served, new_page: NewPage) -> None:
+    address = open_server.url + "/v1/dashboard/events"
+    with ExitStack() as stack:
+        streams = [stack.enter_context(httpx.stream("GET", address, timeout=30)) for _ in range(50)]
+        codes = [stream.status_code for stream in streams]
+        assert codes == [200] * MAX_OF_ONE + [429] * (50 - MAX_OF_ONE)
+        page = new_page(open_server, wait=False)
+        expect(page.locator("#notice")).to_contain_text("16 dashboards are open; close one")
+    # the others are closed
+    expect(page.locator("#link")).to_contain_text("live", timeout=20_000)
+    expect(page.locator("#notice")).to_be_hidden()
 
 
 @pytest.mark.full
@@ -252,10 +297,20 @@ def test_keys_stay_in_the_tab(keyed_server: Served, new_page: NewPage) -> None:
     other = page.context.new_page()
     other.goto(keyed_server.url + "/dashboard")
     expect(other.locator("#notice")).to_contain_text("asks for a key")
+    give_keys(page, api=CALLERS[0], admin=ADMIN)
+    expect(page.get_by_role("button", name="Demote sql")).to_be_visible()
     page.get_by_role("button", name="Keys", exact=True).click()
     page.get_by_role("button", name="Forget both").click()
     expect(page.locator("#notice")).to_contain_text("asks for a key")
     assert CALLERS[0] not in page.evaluate("JSON.stringify(sessionStorage)")
+    # what the keys had shown, and what they allowed, is gone too
+    expect(page.locator("#specialists-body tbody tr, #answers-body li, .receipt")).to_have_count(0)
+    expect(page.get_by_role("button", name=re.compile("Demote|Reload"))).to_have_count(0)
+    expect(page.locator("#engines-part")).to_be_hidden()
+    expect(page.locator("#audit-body")).to_be_hidden()
+    expect(page.locator("#chat-model option")).to_have_count(1)
+    shown = page.locator("body").inner_text()
+    assert "sql" not in shown and "hello" not in shown
 
 
 @pytest.mark.full
@@ -453,10 +508,13 @@ def test_it_connects_again_after_a_restart(new_page: NewPage, tmp_path: Path) ->
     # an open stream does not hold up the end of the server
     assert time.monotonic() - begun < 10
     expect(page.locator("#link")).to_contain_text("connection lost")
+    expect(page.locator("#link")).to_contain_text("figures of")
+    expect(page.locator("#announcer")).to_have_text("Connection lost")
     second = Served(*arguments, COTERIE_HOME=str(home))
     try:
         assert second.url == first.url
         expect(page.locator("#link")).to_contain_text("live", timeout=20_000)
+        expect(page.locator("#announcer")).to_have_text("Connected again")
         # receipts outlive the server
         page.locator("#answers-body summary").first.click()
         expect(page.locator("#answers-body .receipt").first).to_contain_text(number)
