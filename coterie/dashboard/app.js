@@ -8,7 +8,7 @@ import { EnginePanel, SpecialistPanel, stateOf } from "./specialists.js";
 import { LiveStream } from "./stream.js";
 import { OperatorPanel, setUpControls } from "./controls.js";
 import { address, headersOf, keyOf, problemOf, setUpKeys } from "./keys.js";
-import { count, rate } from "./format.js";
+import { clock, count, rate } from "./format.js";
 
 const panels = {
   specialists: new SpecialistPanel(),
@@ -29,6 +29,8 @@ let hello = { view: "", controls: false };
 let offset = 0;
 const speeds = [];
 const SPEEDS = 60;
+// whether the stream broke since it was last live
+let isLost = false;
 
 const serverNow = () => Date.now() / 1000 + offset;
 
@@ -51,10 +53,32 @@ function greet(data) {
   panels.answers.clear();
   const views = { operator: "operator", tenant: "your requests", local: "local" };
   setLink(`live, ${views[data.view]} · ${data.version}`, "live");
+  if (isLost) announce("Connected again");
+  isLost = false;
   notice("");
   panels.operator.greet(data);
   if (data.view === "tenant") for (const id of ["engines-part", "adapters-part", "residency-part"]) byId(id).hidden = true;
   chat.showModels();
+}
+
+// Without a key that is accepted nothing of what was seen before stays on the page.
+function forget() {
+  hello = { view: "", controls: false };
+  state = {};
+  speeds.length = 0;
+  panels.specialists.rates.clear();
+  panels.specialists.show([], 0, false);
+  panels.requests.show({ total: 0, data: [] });
+  panels.answers.clear();
+  panels.engines.show([]);
+  panels.adapters.show({ total: 0, data: [] });
+  panels.residency.show({}, []);
+  panels.jobs.show({ counts: null, data: [] }, 0);
+  panels.operator.showAudit([]);
+  panels.operator.greet({ view: "tenant", controls: false, has_admins: true });
+  chat.showModels();
+  summarise();
+  drawTimes();
 }
 
 function update(data) {
@@ -137,15 +161,22 @@ const stream = new LiveStream(
     },
     async refused(response) {
       const problem = await problemOf(response);
-      if (response.status !== 401 && response.status !== 403) return false;
+      if (response.status !== 401 && response.status !== 403) {
+        // too many dashboards, or the server is about to end
+        notice(`The server refused: ${problem}`);
+        return false;
+      }
+      forget();
       setLink("no key", "lost");
       notice(keyOf("admin") || keyOf("api") ? `The key was not accepted: ${problem}` : "This server asks for a key.", true);
       announce("This server asks for a key.");
       return true;
     },
     lost() {
-      setLink("connection lost, trying again", "lost");
-      announce("Connection lost");
+      const of = state.at ? `, figures of ${clock(state.at)}` : "";
+      setLink(`connection lost, trying again${of}`, "lost");
+      if (!isLost) announce("Connection lost");
+      isLost = true;
     },
   },
 );
@@ -171,9 +202,10 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => pane
 const chosen = localStorage.getItem("coterie.theme");
 setTheme(THEMES.includes(chosen) ? chosen : "system");
 setUpKeys(() => {
+  if (!keyOf("api") && !keyOf("admin")) chat.clear();
   setLink("connecting", "");
   stream.start();
 });
 setUpControls();
-setInterval(drawTimes, 1000);
+setInterval(() => isLost || drawTimes(), 1000);
 stream.start();

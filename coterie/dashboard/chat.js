@@ -5,8 +5,9 @@ import { address, headersOf, keyOf, openKeys, problemOf } from "./keys.js";
 import { receiptView } from "./receipt.js";
 import { eventsOf } from "./stream.js";
 
-// turns that are sent again; older ones are only shown
-const MAX_TURNS = 20;
+// turns that are sent again; older ones are only shown. An odd number, so that a question is first:
+// many templates refuse a conversation that begins with an answer
+const MAX_TURNS = 19;
 
 export class Chat {
   constructor() {
@@ -27,17 +28,22 @@ export class Chat {
       }
     });
     byId("chat-clear").addEventListener("click", () => {
-      this.abort?.abort();
-      this.turns = [];
-      this.log.replaceChildren(make("p", { class: "empty", text: "Ask something: the answer comes with its receipt." }));
+      this.clear();
       this.text.focus();
     });
   }
 
+  clear() {
+    this.abort?.abort();
+    this.turns = [];
+    this.log.replaceChildren(make("p", { class: "empty", text: "Ask something: the answer comes with its receipt." }));
+  }
+
   async showModels() {
     const response = await fetch(address("v1/models"), { headers: headersOf("api") }).catch(() => null);
-    if (response === null || !response.ok) return;
-    const names = (await response.json()).data.map((item) => item.id).filter((name) => name !== "auto");
+    if (response === null) return;
+    const found = response.ok ? (await response.json()).data : [];
+    const names = found.map((item) => item.id).filter((name) => name !== "auto");
     const select = byId("chat-model");
     const chosen = select.value;
     select.replaceChildren(...["auto", ...names].map((name) => make("option", { value: name, text: name })));
@@ -48,25 +54,30 @@ export class Chat {
     this.log.querySelector(":scope > .empty")?.remove();
     const node = make("div", { class: `said ${role}` }, ...children);
     this.log.append(node);
-    this.follow();
+    this.follow(true);
     return node;
   }
 
-  // the end stays in view
-  follow() {
-    this.log.scrollTop = this.log.scrollHeight;
+  // the end stays in view, unless somebody scrolled back to read
+  follow(always = false) {
+    const left = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight;
+    if (always || left < 80) this.log.scrollTop = this.log.scrollHeight;
   }
 
   async ask() {
     const question = this.text.value.trim();
     if (!question) return;
     this.text.value = "";
-    this.turns.push({ role: "user", content: question });
+    // those of this conversation, also if another one begins meanwhile
+    const turns = this.turns;
+    turns.push({ role: "user", content: question });
     this.say("user", make("span", { class: "unseen", text: "You: " }), make("span", { text: question }));
     const who = make("div", { class: "who" }, make("span", { text: "waiting for an answer" }));
     const thought = make("div", { class: "thought" });
     const body = make("div");
     const node = this.say("assistant", who, thought, body);
+    // read aloud once it is whole, not word by word
+    node.setAttribute("aria-busy", "true");
     const abort = new AbortController();
     this.abort = abort;
     setText(this.button, "Stop");
@@ -74,7 +85,7 @@ export class Chat {
       const response = await fetch(address("v1/chat/completions"), {
         method: "POST",
         headers: { "content-type": "application/json", ...headersOf("api") },
-        body: JSON.stringify({ model: byId("chat-model").value, stream: true, messages: this.turns.slice(-MAX_TURNS) }),
+        body: JSON.stringify({ model: byId("chat-model").value, stream: true, messages: turns.slice(-MAX_TURNS) }),
         signal: abort.signal,
       });
       await this.read(response, { node, who, thought, body });
@@ -83,8 +94,9 @@ export class Chat {
       else this.fail(node, error.message);
     } finally {
       // what was said counts, also if it was stopped
-      if (body.textContent) this.turns.push({ role: "assistant", content: body.textContent });
-      else this.turns.pop();
+      if (body.textContent) turns.push({ role: "assistant", content: body.textContent });
+      else turns.pop();
+      node.removeAttribute("aria-busy");
       this.abort = null;
       setText(this.button, "Send");
     }

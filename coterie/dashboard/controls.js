@@ -31,15 +31,18 @@ function ask(question) {
 export function setUpControls() {
   const dialog = byId("confirm-dialog");
   byId("confirm-cancel").addEventListener("click", () => dialog.close());
+  dialog.addEventListener("close", () => (pending = null));
   byId("confirm-form").addEventListener("submit", async (event) => {
     event.preventDefault();
     const question = pending;
     byId("confirm-do").disabled = true;
     try {
       const said = await question.act(byId("confirm-reason").value);
-      dialog.close();
+      // the dialog may have been closed, and ask about something else by now
+      if (pending === question) dialog.close();
       announce(said);
     } catch (error) {
+      if (pending !== question) return announce(error.message);
       setText(byId("confirm-fault"), error.message);
       byId("confirm-do").disabled = false;
     }

@@ -85,6 +85,7 @@ export class AnswerPanel {
   clear() {
     this.receipts.clear();
     this.times = [];
+    this.draw();
   }
 
   perMinute(at) {

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from playwright.sync_api import Page, expect
 
+from coterie.service.dashboard.feed import MAX_OF_ONE
 from tests.browser.conftest import ADMIN, CALLERS, NewPage, config_file
 from tests.helpers.serving.server_process import Served, chat, own_home
 
@@ -133,6 +136,56 @@ def test_an_answer_can_be_stopped(open_server: Served, new_page: NewPage) -> Non
         expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
+def asked_messages(page: Page, question: str) -> list[dict[str, str]]:
+    """Asks, and returns the messages that the page sent."""
+    page.get_by_label("Question").fill(question)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_label("Question").press("Enter")
+    messages: list[dict[str, str]] = sent.value.post_data_json["messages"]
+    return messages
+
+
+@pytest.mark.full
+def test_a_conversation_begins_with_a_question(open_server: Served, new_page: NewPage) -> None:
+    page = new_page(open_server)
+    page.get_by_label("Model").select_option("spare")
+    asked_messages(page, "Count for a long time")
+    expect(page.locator(".said.assistant")).to_have_attribute("aria-busy", "true")
+    page.get_by_role("button", name="Clear").click()
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    # short answers, so that a long conversation fits this model's context
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.continue_(
+            post_data=json.dumps({**route.request.post_data_json, "max_tokens": 1})
+        ),
+    )
+    # nothing of the answer that was under way
+    [only] = asked_messages(page, "a")
+    assert only == {"role": "user", "content": "a"}
+    for number in range(1, 12):
+        expect(page.locator("#chat-log .receipt")).to_have_count(number, timeout=30_000)
+        sent = asked_messages(page, "a")
+    # the oldest are left out, in pairs
+    assert len(sent) == 19 and sent[0]["role"] == sent[-1]["role"] == "user"
+    expect(page.locator("#chat-log .receipt")).to_have_count(12, timeout=30_000)
+    expect(page.locator(".said[aria-busy]")).to_have_count(0)
+
+
+@pytest.mark.full
+def test_one_dashboard_too_many_is_told_why(open_server: Served, new_page: NewPage) -> None:
+    address = open_server.url + "/v1/dashboard/events"
+    with ExitStack() as stack:
+        streams = [stack.enter_context(httpx.stream("GET", address, timeout=30)) for _ in range(50)]
+        codes = [stream.status_code for stream in streams]
+        assert codes == [200] * MAX_OF_ONE + [429] * (50 - MAX_OF_ONE)
+        page = new_page(open_server, wait=False)
+        expect(page.locator("#notice")).to_contain_text("16 dashboards are open; close one")
+    # the others are closed
+    expect(page.locator("#link")).to_contain_text("live", timeout=20_000)
+    expect(page.locator("#notice")).to_be_hidden()
+
+
 @pytest.mark.full
 def test_a_refusal_is_shown(open_server: Served, new_page: NewPage) -> None:
     page = new_page(open_server)
@@ -219,16 +272,22 @@ def test_a_tenant_sees_its_own_requests(keyed_server: Served, new_page: NewPage)
     page = new_page(keyed_server, key=first)
     expect(page.locator("#link")).to_contain_text("your requests")
     page.wait_for_selector("#answers-body details")
-    for summary in page.locator("#answers-body summary").all():
-        summary.click()
-    shown = page.locator("#answers-body").inner_text()
+    shown = opened_answers(page)
     assert mine in shown and other not in shown
     operator = new_page(keyed_server, admin=ADMIN)
     operator.wait_for_selector("#answers-body details")
-    for summary in operator.locator("#answers-body summary").all():
-        summary.click()
-    shown = operator.locator("#answers-body").inner_text()
+    shown = opened_answers(operator)
     assert mine in shown and other in shown
+
+
+def opened_answers(page: Page) -> str:
+    """The text of the recent answers with all their receipts."""
+    summaries = page.locator("#answers-body summary").all()
+    for summary in summaries:
+        summary.click()
+    # a receipt is made after the click
+    expect(page.locator("#answers-body .receipt")).to_have_count(len(summaries))
+    return page.locator("#answers-body").inner_text()
 
 
 @pytest.mark.full
@@ -253,10 +312,20 @@ def test_keys_stay_in_the_tab(keyed_server: Served, new_page: NewPage) -> None:
     other = page.context.new_page()
     other.goto(keyed_server.url + "/dashboard")
     expect(other.locator("#notice")).to_contain_text("asks for a key")
+    give_keys(page, api=CALLERS[0], admin=ADMIN)
+    expect(page.get_by_role("button", name="Demote sql")).to_be_visible()
     page.get_by_role("button", name="Keys", exact=True).click()
     page.get_by_role("button", name="Forget both").click()
     expect(page.locator("#notice")).to_contain_text("asks for a key")
     assert CALLERS[0] not in page.evaluate("JSON.stringify(sessionStorage)")
+    # what the keys had shown, and what they allowed, is gone too
+    expect(page.locator("#specialists-body tbody tr, #answers-body li, .receipt")).to_have_count(0)
+    expect(page.get_by_role("button", name=re.compile("Demote|Reload"))).to_have_count(0)
+    expect(page.locator("#engines-part")).to_be_hidden()
+    expect(page.locator("#audit-body")).to_be_hidden()
+    expect(page.locator("#chat-model option")).to_have_count(1)
+    shown = page.locator("body").inner_text()
+    assert "sql" not in shown and "hello" not in shown
 
 
 @pytest.mark.full
@@ -274,6 +343,11 @@ def test_nothing_is_wider_than_the_screen(open_server: Served, new_page: NewPage
             page.set_viewport_size({"width": width, "height": 700})
             wide, inner = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
             assert wide <= inner == width, page.evaluate(WIDEST)
+            # no column is so narrow that a short name is broken
+            lines = page.locator(".lane > span:first-child").evaluate_all(
+                "(names) => names.map((name) => name.getClientRects().length)"
+            )
+            assert lines and set(lines) == {1}, (width, lines)
     # dialogs too
     page.set_viewport_size({"width": 320, "height": 700})
     page.get_by_role("button", name="Keys", exact=True).click()
@@ -455,10 +529,13 @@ def test_it_connects_again_after_a_restart(new_page: NewPage, tmp_path: Path) ->
     # an open stream does not hold up the end of the server
     assert time.monotonic() - begun < 10
     expect(page.locator("#link")).to_contain_text("connection lost")
+    expect(page.locator("#link")).to_contain_text("figures of")
+    expect(page.locator("#announcer")).to_have_text("Connection lost")
     second = Served(*arguments, COTERIE_HOME=str(home))
     try:
         assert second.url == first.url
         expect(page.locator("#link")).to_contain_text("live", timeout=20_000)
+        expect(page.locator("#announcer")).to_have_text("Connected again")
         # receipts outlive the server
         page.locator("#answers-body summary").first.click()
         expect(page.locator("#answers-body .receipt").first).to_contain_text(number)

@@ -1,5 +1,5 @@
-"""What a newcomer meets first is true: the README's program runs, its links lead somewhere, and a
-wheel carries the kernel sources."""
+"""What a newcomer meets first is true: the tour's program runs, links lead somewhere, and a wheel
+carries the kernel sources."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,27 @@ def test_links_lead_somewhere() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
     followed = 0
     for page in pages:
-        for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name} points to {target}"
-                followed += 1
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            target, _, anchor = link.partition("#")
+            if "://" in link:
+                continue
+            path = page.parent / target if target else page
+            assert path.exists(), f"{page.name} points to {target}"
+            if anchor and path.suffix == ".md":
+                assert anchor in anchors(path), f"{page.name} points to {link}"
+            followed += 1
     assert len(pages) > 30 and followed > 80
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Those of the page's headings, as forges and mkdocs name them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.M):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found.add(re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-"))
+    return found
 
 
 # written by whoever follows a page
@@ -63,7 +80,8 @@ def test_the_specialists_of_the_page_are_a_config(tmp_path: Path) -> None:
 
 
 def test_the_embedded_example_runs(default_model_path: Path) -> None:
-    programs = re.findall(r"```python\n(.*?)```", README, re.S)
+    tour = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+    programs = re.findall(r"```python\n(.*?)```", tour, re.S)
     (program,) = [text for text in programs if "from coterie import LLM" in text]
     done = subprocess.run(
         [sys.executable, "-c", program],
