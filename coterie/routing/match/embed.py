@@ -74,9 +74,12 @@ class _WordRows(dict[str, tuple[int, ...]]):
         self._rows = rows
 
     def __missing__(self, word: str) -> tuple[int, ...]:
-        if len(self) >= _MAX_CACHED_WORDS:
-            self.clear()
-        self[word] = rows = self._pieces(word[:_MAX_WORD_CHARS])
+        rows = self._pieces(word[:_MAX_WORD_CHARS])
+        # a caller may send words of any length: they are not to fill the memory
+        if len(word) <= _MAX_WORD_CHARS:
+            if len(self) >= _MAX_CACHED_WORDS:
+                self.clear()
+            self[word] = rows
         return rows
 
     def _pieces(self, word: str) -> tuple[int, ...]:
