@@ -24,13 +24,14 @@ T = TypeVar("T")
 
 
 def batch_server(home: Path, settings: str = "", **arguments: str) -> Served:
-    """The tiny model with a long context and two tenants."""
+    """The tiny model with a long context, an encoder and two tenants."""
     keys, config = home.parent / "keys.txt", home.parent / "coterie.toml"
     keys.write_text("\n".join(KEYS) + "\n")
     config.write_text(settings)
     return Served(
         str(tiny_checkpoint("llama", max_position_embeddings=8192)),
         *("--name", "tiny", "--api-key-file", str(keys), "--config", str(config)),
+        *("--encoder", "static"),
         COTERIE_HOME=str(home),
     )
 
