@@ -117,6 +117,7 @@ def test_ollamas_package(encoders: Encoders) -> None:
     headers = {"authorization": f"Bearer {FULL}"}
     with ollama.Client(host=encoders.served.url, headers=headers) as theirs:
         _ollama_embeds(encoders, theirs)
+        _ollama_lists(theirs)
     refused: list[dict[str, Any]] = [
         {"input": "the " * 500, "truncate": False}, {"input": []}, {"input": [1]},
         {"input": "a", "model": "tiny:latest"}, {"input": "a", "dimensions": 49},
@@ -128,6 +129,19 @@ def test_ollamas_package(encoders: Encoders) -> None:
     reply = encoders.served.post("/api/embed", many, **headers)
     assert np.asarray(reply.json["embeddings"]).shape == (200, 64)
     assert reply.json["model"] == "static" and reply.json["total_duration"] > 0
+
+
+def _ollama_lists(theirs: ollama.Client) -> None:
+    listed = {str(item.model).removesuffix(":latest"): item for item in theirs.list().models}
+    names = ["tiny", "tiny-bert", "ranker", "static", "text-embedding-3-small"]
+    assert list(listed) == names
+    assert [str(item.model) for item in theirs.ps().models] == [f"{it}:latest" for it in names[:4]]
+    shown = theirs.show("tiny-bert:latest")
+    assert shown.capabilities == ["embedding"] and shown.details is not None
+    assert shown.details.family == "bert" and (shown.modelinfo or {})["bert.embedding_length"] == 48
+    assert theirs.show("static").capabilities == ["embedding"]
+    assert theirs.show("text-embedding-3-small").capabilities == ["embedding"]
+    assert theirs.show("ranker").capabilities == []
 
 
 def _ollama_embeds(encoders: Encoders, theirs: ollama.Client) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from coterie.core.encoders import EncoderSettings
+from coterie.core.encoders import STATIC, EncoderSettings
 from coterie.models.encoder.tokens import (
     LEFT,
     EncoderTokenizer,
@@ -61,6 +61,10 @@ class ServedEncoder:
     prompts: EncoderPrompts = EncoderPrompts()
     # None = it is computed in this process
     replica: EncoderReplica | None = None
+    # the kind of network, and what names its weights
+    family: str = STATIC
+    fingerprint: str = ""
+    weight_bytes: int = 0
     # what /health says about it
     details: tuple[tuple[str, Any], ...] = ()
 
