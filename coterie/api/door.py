@@ -43,6 +43,14 @@ INFERENCE_PATHS = frozenset(
         "/api/generate",
         "/completion",
         "/infill",
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/rerank",
+        "/v1/score",
+        "/score",
+        "/api/embed",
+        "/api/embeddings",
     }
 )
 # further headers are sent if a request has this one

@@ -23,8 +23,8 @@ _WILDCARDS = frozenset("*?[")
 class AliasSettings:
     """Other names for models, for clients whose model name cannot be changed. `*`, `?` and `[...]`
     match as in file names; the longest name that matches is used. A name that a model has always
-    means that model. The target is a specialist, an expert, `specialist:expert` or `auto`; a tenant
-    needs the right to use it."""
+    means that model. The target is a specialist, also an encoder, an expert, `specialist:expert` or
+    `auto`; a tenant needs the right to use it."""
 
     name: str = key("", "text", "The name that clients send, at most 128 characters.")
     target: str = key("", "text", "The model that answers.")

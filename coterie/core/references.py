@@ -51,7 +51,7 @@ def reference_faults(
         if _DIGEST.fullmatch(tenant.name):
             text = f"tenants: {tenant.name!r} looks like the digest of a key; choose another name"
             yield ConfigError(text, param="tenants")
-    yield from _alias_faults(config, names)
+    yield from _alias_faults(config, [*names, *encoders])
 
 
 def _alias_faults(config: Config, names: Sequence[str]) -> Iterator[ConfigError]:

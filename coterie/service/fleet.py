@@ -36,6 +36,7 @@ from coterie.routing.resolve import FixedAdapter, check_targets
 from coterie.routing.router import Router, Specialist
 from coterie.service.adapters.catalog import AdapterCatalog
 from coterie.service.adapters.fixed import check_base, fixed_adapters
+from coterie.service.config_check import encoder_names
 from coterie.service.meter import SpecialistSeries
 from coterie.service.snapshot import ServingSnapshot
 from coterie.service.submit.replicas import EngineGroupLoad, ReplicaSet
@@ -211,7 +212,7 @@ class Fleet:
             trained=trained,
             aliases=ModelAliases(config.aliases),
         )
-        check_targets(config.aliases, names, self.catalog)
+        check_targets(config.aliases, (*names, *encoder_names(config)), self.catalog)
         return ServingSnapshot(snapshot_of(config, names, choices, rights), router, commands)
 
     def read_trained(self) -> TrainedRouter | None:

@@ -66,6 +66,7 @@ from coterie.service.jobs.store import JobStore
 from coterie.service.meter import RequestMeter, RouteMeter
 from coterie.service.plan import LeftOutAdapter, RequestPlanner, RequestRun, with_lowered_priority
 from coterie.service.quotas import QuotaExceeded, QuotaState, QuotaUse, TenantQuotas
+from coterie.service.receipts.encoding import EncodingAsked, EncodingReceipt
 from coterie.service.receipts.stamp import OnReceipt, OpenReceipt, ReceiptWriter
 from coterie.service.records.log import InferenceRecords
 from coterie.service.responses.store import ResponseStore
@@ -256,10 +257,10 @@ class Pipeline:
         try:
             if self._draining:
                 raise Unavailable("the server is shutting down")
-            self.encoders.refuse_generation(request.hints.model)
             requested, snapshot = request.limits.priority, self._fleet.snapshot
             request = snapshot.within_rights(request)
             hints = snapshot.router.named(request.hints)
+            self.encoders.refuse_generation(request.hints.model, hints.model)
             if hints is not request.hints:
                 request = replace(request, hints=hints)
             run = self._steered(self._planner.plan(request, vendor, snapshot), vendor, receipt)
@@ -537,8 +538,8 @@ class Pipeline:
     ) -> str:
         """The specialist that would answer now: by name only, or by the content of `prompt`. With a
         tenant one that it may use."""
-        self.encoders.refuse_generation(hints.model)
         router = self._fleet.router
+        self.encoders.refuse_generation(hints.model, router.named(hints).model)
         if tenant is not None:
             hints = replace(hints, allowed=self._fleet.snapshot.allowed(tenant))
         if prompt is None:
@@ -573,26 +574,46 @@ class Pipeline:
         return self._fleet.cards(allowed) + self._encoder_cards(allowed)
 
     def _encoder_cards(self, allowed: Sequence[str]) -> tuple[ModelCard, ...]:
-        return tuple(
-            ModelCard(item.name, item.created, item.context, item.model)
+        cards = {
+            item.name: ModelCard(item.name, item.created, item.context, item.model)
             for item in self.encoders.served.values()
             if not allowed or item.name in allowed
-        )
+        }
+        aliases = () if not cards else self._fleet.router.aliases.exact.items()
+        named = (replace(cards[to], name=name, root=to) for name, to in aliases if to in cards)
+        return (*cards.values(), *named)
 
     def model(self, name: str | None, tenant: str | None = None) -> ModelCard:
         """The card for any model name that a request may use, also `base:a@1.0+b`."""
         allowed = self._may_use(tenant)
+        wanted = self.encoder_name(name)
         for card in self._encoder_cards(allowed):
-            if card.name == name:
-                return card
+            if card.name == wanted:
+                return card if wanted == name else replace(card, name=str(name), root=card.name)
         return self._fleet.card(name, allowed)
 
-    def encode_caller(self, job_id: str, tenant: str, deadline: float | None) -> EncodeCaller:
-        """The tenant of a request to an encoder, with its rights and its quotas."""
-        config = self._fleet.snapshot.config
+    def encoder_name(self, model: str | None) -> str | None:
+        """`model`, or what it is an alias of. A name that an encoder has means that encoder."""
+        if model is None or model in self.encoders.names():
+            return model
+        return self._fleet.router.named(RouteHints(model)).model
+
+    def encode_caller(
+        self, asked: EncodingAsked, deadline: float | None, on_receipt: OnReceipt | None = None
+    ) -> EncodeCaller:
+        """The tenant of a request to an encoder, with its rights, its quotas and its receipt."""
+        config, tenant = self._fleet.snapshot.config, asked.tenant
         if config.rights_of(tenant) is None:
             raise Unauthenticated("this API key is not known here any more")
-        return EncodeCaller(job_id, tenant, config.tenant(tenant), config.may_use(tenant), deadline)
+        receipt = EncodingReceipt(self.receipts, asked, on_receipt)
+        return EncodeCaller(
+            asked.request_id,
+            tenant,
+            receipt,
+            config.tenant(tenant),
+            config.may_use(tenant),
+            deadline,
+        )
 
     def writes_text(self, model: str) -> bool:
         """Whether a request for text may use this name."""

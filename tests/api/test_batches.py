@@ -100,6 +100,7 @@ def test_a_batch_of_chats_gives_the_answers_of_single_requests(client: openai.Op
             {"model": "tiny", "input": "hello", "max_output_tokens": 5, "temperature": 0},
         ),
         (CHAT, chat("hello", n=2, logprobs=True, top_logprobs=2)),
+        ("/v1/embeddings", {"model": "static", "input": ["a dog", "a cat"], "dimensions": 8}),
     ],
 )
 def test_each_endpoint_answers_in_its_own_format(
@@ -128,6 +129,22 @@ def test_a_request_that_fails_is_in_the_error_file(client: openai.OpenAI) -> Non
     assert bad["response"]["body"]["error"]["code"] == "model_not_found"
     assert long["response"]["status_code"] == 400
     assert long["response"]["body"]["error"]["code"] == "context_length_exceeded"
+    endpoint = "/v1/embeddings"
+    inputs = {"good": "a", "wide": "a", "many": ["a"] * 3000}
+    bodies: dict[str, dict[str, Any]] = {
+        name: {"model": "static", "input": given} for name, given in inputs.items()
+    }
+    bodies["wide"] |= {"dimensions": 4096}
+    bodies["chat"] = {"model": "tiny", "input": "a"}
+    raw = jsonl(*(line(name, body, endpoint) for name, body in bodies.items()))
+    done = ended(client, begin(client, raw, endpoint))
+    [good] = rows(client, done.output_file_id)
+    assert done.usage is not None and done.usage.input_tokens == 1
+    assert len(good["response"]["body"]["data"][0]["embedding"]) == 64
+    failed = {row["custom_id"]: row["response"] for row in rows(client, done.error_file_id)}
+    assert {name: it["status_code"] for name, it in failed.items()} == dict.fromkeys(
+        ("wide", "many", "chat"), 400
+    )
 
 
 def test_a_model_that_cannot_answer_holds_up_only_its_own_requests(

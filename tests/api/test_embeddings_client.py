@@ -87,6 +87,9 @@ tokens_per_minute = 20
 [[tenants]]
 name = "encoders-only"
 specialists = ["tiny-bert"]
+[aliases]
+"text-embedding-3-small" = "tiny-bert"
+"voyage-*" = "auto"
 """
     )
     served = Served("--config", str(config))
@@ -114,17 +117,31 @@ def test_ollamas_package(encoders: Encoders) -> None:
     headers = {"authorization": f"Bearer {FULL}"}
     with ollama.Client(host=encoders.served.url, headers=headers) as theirs:
         _ollama_embeds(encoders, theirs)
-        listed = {model.model: model for model in theirs.list().models}
-        assert set(listed) == {"tiny:latest", "tiny-bert:latest", "ranker:latest", "static:latest"}
-        shown = theirs.show("tiny-bert")
-        assert shown.capabilities == ["embedding"]
-        assert (shown.modelinfo or {})["bert.context_length"] == 64
+        _ollama_lists(theirs)
     refused: list[dict[str, Any]] = [
-        {"input": "the " * 500, "truncate": False}, {"input": []}, {"input": [1]}
+        {"input": "the " * 500, "truncate": False}, {"input": []}, {"input": [1]},
+        {"input": "a", "model": "tiny:latest"}, {"input": "a", "dimensions": 49},
     ]  # fmt: skip
     for fields in refused:
         reply = encoders.served.post("/api/embed", {"model": "tiny-bert", **fields}, **headers)
         assert reply.status == 400 and isinstance(reply.json["error"], str), reply.body
+    many = {"model": "static", "input": fresh_texts(200)}
+    reply = encoders.served.post("/api/embed", many, **headers)
+    assert np.asarray(reply.json["embeddings"]).shape == (200, 64)
+    assert reply.json["model"] == "static" and reply.json["total_duration"] > 0
+
+
+def _ollama_lists(theirs: ollama.Client) -> None:
+    listed = {str(item.model).removesuffix(":latest"): item for item in theirs.list().models}
+    names = ["tiny", "tiny-bert", "ranker", "static", "text-embedding-3-small"]
+    assert list(listed) == names
+    assert [str(item.model) for item in theirs.ps().models] == [f"{it}:latest" for it in names[:4]]
+    shown = theirs.show("tiny-bert:latest")
+    assert shown.capabilities == ["embedding"] and shown.details is not None
+    assert shown.details.family == "bert" and (shown.modelinfo or {})["bert.embedding_length"] == 48
+    assert theirs.show("static").capabilities == ["embedding"]
+    assert theirs.show("text-embedding-3-small").capabilities == ["embedding"]
+    assert theirs.show("ranker").capabilities == []
 
 
 def _ollama_embeds(encoders: Encoders, theirs: ollama.Client) -> None:
@@ -288,10 +305,15 @@ def test_scores_in_vllm_s_shapes(encoders: Encoders) -> None:
 
 
 def test_kinds_of_models_are_told_apart(encoders: Encoders, client: openai.OpenAI) -> None:
-    assert [item.id for item in client.models.list()] == ["tiny", "tiny-bert", "ranker", "static"]
+    alias = "text-embedding-3-small"
+    listed = [item.id for item in client.models.list()]
+    assert listed == ["tiny", "tiny-bert", "ranker", "static", alias]
+    assert client.models.retrieve(alias).model_dump()["root"] == "tiny-bert"
+    for name in (alias, "voyage-3"):
+        assert client.embeddings.create(model=name, input="a").model == "tiny-bert"
     assert client.models.retrieve("tiny-bert").model_dump()["max_model_len"] == 64
     kinds = [item.model_dump()["kind"] for item in client.models.list()]
-    assert kinds == ["text", "encoder", "encoder", "encoder"]
+    assert kinds == ["text", "encoder", "encoder", "encoder", "encoder"]
     with pytest.raises(openai.BadRequestError, match="is no encoder; there is: `tiny-bert`"):
         client.embeddings.create(model="tiny", input="a")
     with pytest.raises(openai.NotFoundError, match="`nobody` does not exist") as unknown:
@@ -302,6 +324,8 @@ def test_kinds_of_models_are_told_apart(encoders: Encoders, client: openai.OpenA
         client.chat.completions.create(model="tiny-bert", messages=messages)
     with pytest.raises(openai.BadRequestError, match="it answers /v1/embeddings"):
         client.responses.create(model="static", input="hi")
+    with pytest.raises(openai.BadRequestError, match="it answers /v1/embeddings"):
+        client.chat.completions.create(model=alias, messages=messages)
     for path, body in (
         ("/v1/messages", {"model": "static", "max_tokens": 4, "messages": messages}),
         ("/tokenize", {"model": "static", "prompt": "hi"}),
@@ -354,6 +378,58 @@ def test_large_bodies_are_bounded(encoders: Encoders) -> None:
     assert encoders.post("/v1/rerank", {"query": "a", "documents": [{"id": 1}]}).status == 400
 
 
+def receipt_of(encoders: Encoders, reply: Any, key: str = FULL) -> dict[str, Any]:
+    path = f"/v1/receipts/{reply.headers['x-coterie-receipt']}"
+    found = encoders.served.get(path, authorization=f"Bearer {key}")
+    assert found.status == 200, found.body
+    receipt: dict[str, Any] = found.json
+    return receipt
+
+
+def test_every_answer_and_refusal_has_a_receipt(encoders: Encoders) -> None:
+    secret, long = "quick secret fox", "secret " * 100
+    answered: list[tuple[str, Any, str, str]] = [
+        (PATH, {"model": "tiny-bert", "input": [secret, "a"]}, "tiny-bert", "embd-"),
+        (PATH, {"model": "auto", "input": secret}, "tiny-bert", "embd-"),
+        ("/v1/rerank", {"query": "a", "documents": [secret]}, "ranker", "rerank-"),
+        ("/v1/score", {"model": "static", "text_1": "a", "text_2": secret}, "static", "score-"),
+        ("/api/embed", {"model": "static:latest", "input": secret}, "static", "embd-"),
+    ]
+    for path, body, specialist, prefix in answered:
+        reply = encoders.post(path, body, x_coterie_debug="true")
+        receipt = receipt_of(encoders, reply)
+        plan, timings = receipt["plan"], receipt["timings"]
+        assert (plan["specialist"], receipt["outcome"]) == (specialist, "stop")
+        assert receipt["request_id"].startswith(prefix) and receipt["prompt_tokens"] > 0
+        assert receipt["request_id"] == reply.json.get("id", receipt["request_id"])
+        assert 0 < timings["queue_ms"] + timings["prefill_ms"] <= timings["total_ms"] + 0.01
+        assert receipt["slowest"].endswith(" ms") and plan["config_digest"]
+        assert bool(plan["replica"]) == (specialist != "static")
+        is_named = body.get("model", "auto") != "auto"
+        assert plan["reasons"] == [
+            "named by the caller" if is_named else "the first encoder that fits"
+        ]
+        assert reply.headers["x-coterie-admission"] == "admitted"
+        assert reply.headers["x-coterie-model"] == plan["model"] and "secret" not in str(receipt)
+        other = {"authorization": f"Bearer {FEW}"}
+        assert encoders.served.get(f"/v1/receipts/{receipt['request_id']}", **other).status == 404
+    refused: list[tuple[str, Any, str, str]] = [
+        (PATH, {"model": "tiny-bert", "input": long}, "context_length_exceeded", "tiny-bert"),
+        (PATH, {"model": "tiny-bert", "input": ["a"] * 101}, "invalid_request", "tiny-bert"),
+        (PATH, {"model": "nobody", "input": secret}, "not_found", ""),
+        (PATH, {"model": "tiny-bert", "input": {"secret": 1}}, "invalid_request", ""),
+        ("/api/embed", {"model": ":latest", "input": secret}, "not_found", ""),
+        ("/rerank", {"query": "a", "documents": [long]}, "context_length_exceeded", "ranker"),
+    ]
+    for path, body, code, specialist in refused:
+        receipt = receipt_of(encoders, encoders.post(path, body, x_request_id="mine"))
+        assert (receipt["admission"], receipt["outcome"]) == ("refused", code), receipt
+        assert receipt["plan"]["specialist"] == specialist and "secret" not in str(receipt)
+        assert receipt["plan"]["reasons"][-1].startswith(code + ": ")
+    many = {"model": "tiny-bert", "query": "a", "documents": ["a"] * 101}
+    assert encoders.post("/v1/rerank", many).json["error"]["param"] == "documents"
+
+
 def test_keys_tenants_and_quotas(encoders: Encoders) -> None:
     body = {"model": "static", "input": "the fox"}
     assert encoders.served.post(PATH, body).status == 401
@@ -374,7 +450,11 @@ def test_keys_tenants_and_quotas(encoders: Encoders) -> None:
         encoders.post(PATH, {**body, "model": "auto"}, ENCODERS_ONLY).json["model"] == "tiny-bert"
     )
     listed = encoders.served.get("/v1/models", authorization=f"Bearer {ENCODERS_ONLY}").json
-    assert [item["id"] for item in listed["data"]] == ["tiny-bert"]
+    assert [item["id"] for item in listed["data"]] == ["tiny-bert", "text-embedding-3-small"]
+    few = encoders.served.get("/v1/models", authorization=f"Bearer {FEW}").json
+    assert "text-embedding-3-small" not in [item["id"] for item in few["data"]]
+    alias = encoders.post(PATH, {**body, "model": "text-embedding-3-small"}, FEW)
+    assert alias.status == 403
     late = encoders.post(PATH, {**body, "model": "tiny-bert"}, x_deadline_ms="0.5")
     assert late.status == 400  # at least 1 ms
 
@@ -437,6 +517,8 @@ def test_a_killed_encoder_restarts_and_answers(encoders: Encoders) -> None:
         found = np.asarray([item["embedding"] for item in reply.json["data"]])
         assert np.abs(found - expected).max() < TOLERANCE
     assert encoders.metric("coterie_worker_restarts_total") == before + 1
+    continued = 'coterie_recoveries_total{where="n0r0",kind="request_continued"}'
+    assert encoders.metric(continued) >= 1
     assert encoder_process(encoders).pid != process.pid
 
 
@@ -446,6 +528,7 @@ def test_a_deadline_and_a_lost_client_leave_nothing_behind(encoders: Encoders) -
     try:
         late = encoders.post(PATH, {"model": "tiny-bert", "input": "a fox"}, x_deadline_ms="300")
         assert (late.status, late.json["error"]["code"]) == (504, "deadline_exceeded")
+        assert receipt_of(encoders, late)["outcome"] == "deadline_exceeded"
         with (
             openai.OpenAI(
                 base_url=f"{served.url}/v1", api_key=FULL, max_retries=0, timeout=0.5

@@ -20,6 +20,8 @@ from tests.helpers.serving.trace_receiver import TraceReceiver
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 STAGES = ["parse", "route", "admit", "queue", "prefill", "decode", "finish"]
+ENCODER_STAGES = ["parse", "route", "admit", "queue", "encode", "finish"]
+ORDER = [*STAGES[:4], "encode", *STAGES[4:]]
 INTERNAL, SERVER, CLIENT = 1, 2, 3
 RECEIVER_KEY, CALLER_KEY = "key-of-the-receiver", "key-of-a-caller"
 SECRET = "xylophone"
@@ -33,6 +35,9 @@ api_key_file = "{folder}/keys"
 endpoint = "{receiver}"
 headers_env = "RECEIVER_HEADERS"
 service_name = "near"
+[[specialists]]
+kind = "encoder"
+model = "static"
 [[specialists]]
 name = "near"
 model = "{tiny}"
@@ -109,7 +114,7 @@ def server_and_stages(
     stages = [span for span in spans if span["parent_id"] == server["span_id"]]
     return server, sorted(
         (span for span in stages if span["kind"] == INTERNAL),
-        key=lambda span: STAGES.index(span["name"]),
+        key=lambda span: ORDER.index(span["name"]),
     )
 
 
@@ -185,6 +190,9 @@ def test_every_dialect_is_traced(near: Served, receiver: TraceReceiver) -> None:
         ("/v1/responses", {"model": "near", "input": "hello", "max_output_tokens": 16}, "chat"),
         ("/v1/infer", {**prompt, "prompt": "hello"}, "text_completion"),
         ("/v1/chat/completions", chat(model="near", stream=True), "chat"),
+        ("/api/chat", chat(model="near"), "chat"),
+        ("/api/generate", {"model": "near", "prompt": "hello", "stream": False}, "chat"),
+        ("/completion", {"model": "near", "prompt": "hello", "n_predict": 4}, "text_completion"),
     )
     replies = [post(near, path, body) for path, body, _ in calls]
     for (path, _, operation), reply in zip(calls, replies, strict=True):
@@ -195,6 +203,36 @@ def test_every_dialect_is_traced(near: Served, receiver: TraceReceiver) -> None:
         assert [span["name"] for span in stages] == sorted(
             STAGES * num_prompts, key=STAGES.index
         ), path
+
+
+def test_encoders_are_traced(near: Served, receiver: TraceReceiver) -> None:
+    texts = {"query": SECRET, "documents": ["a fox", SECRET]}
+    calls = (
+        ("/v1/embeddings", {"model": "static", "input": SECRET}, "embeddings"),
+        ("/v1/rerank", texts, "rerank"),
+        ("/v1/score", {"model": "auto", "text_1": SECRET, "text_2": "a fox"}, "score"),
+        ("/api/embed", {"model": "static:latest", "input": SECRET}, "embeddings"),
+    )
+    refused = near.post(
+        "/v1/embeddings", {"model": "nobody", "input": "a"},
+        authorization=f"Bearer {CALLER_KEY}", traceparent=f"00-{'e' * 32}-{SPAN}-01",
+    )  # fmt: skip
+    replies = [post(near, path, body) for path, body, _ in calls]
+    for (path, _, operation), reply in zip(calls, replies, strict=True):
+        server, stages = server_and_stages(receiver.spans(trace_of(reply)))
+        assert [span["name"] for span in stages] == ENCODER_STAGES
+        assert sum(map(taken, stages)) == pytest.approx(taken(server), rel=1e-6)
+        attributes = server["attributes"]
+        assert attributes["gen_ai.operation.name"] == operation
+        assert attributes["gen_ai.response.model"] == "static"
+        assert attributes["gen_ai.response.id"] == reply.headers["x-coterie-receipt"]
+        assert attributes["gen_ai.usage.input_tokens"] > 0
+        assert attributes["http.route"] == path
+    assert refused.status == 404
+    server, stages = server_and_stages(receiver.spans("e" * 32))
+    assert server["attributes"]["error.type"] == "not_found"
+    assert [span["name"] for span in stages] == ["parse", "route", "finish"]
+    assert SECRET not in json.dumps(receiver.received()["spans"])
 
 
 def test_other_transports_and_jobs_are_traced(near: Served, receiver: TraceReceiver) -> None:

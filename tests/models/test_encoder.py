@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
 from coterie.core.errors import ContextLengthExceeded, InvalidRequest, WeightsError
@@ -17,6 +19,7 @@ from coterie.models.encoder.spec import read_encoder_spec
 from coterie.models.encoder.tokens import FileTokenizer, InputTruncation, TextInput
 from coterie.service.encoders.service import shaped
 from coterie.workers.encoder.batches import BatchQueue, OpenJob
+from tests.helpers.models.tiny import CORPUS
 from tests.helpers.models.tiny_encoder import FAMILIES, TransformersEncoder, tiny_encoder
 
 TOLERANCE = 1e-4
@@ -112,6 +115,40 @@ def test_nothing_is_cut_unasked(tmp_path: Path) -> None:
         list(tokenizer.encode([long], True, None))
     with pytest.raises(InvalidRequest, match="has no tokens"):
         list(tokenizer.encode([TextInput("", "input")], False, None))
+
+
+def test_a_cut_is_the_librarys_and_changes_no_shared_setting(tmp_path: Path) -> None:
+    spec = read_encoder_spec(tiny_encoder(tmp_path / "m"))
+    tokenizer = FileTokenizer(spec, spec.max_tokens)
+    theirs = tokenizers.Tokenizer.from_file(str(spec.path / "tokenizer.json"))
+    theirs.no_padding()
+    words, chosen = " ".join(CORPUS).split(), random.Random(3)
+    pairs = [
+        tuple(" ".join(chosen.choices(words, k=chosen.randint(1, 9))) for _ in range(2))
+        for _ in range(40)
+    ]
+    for first, second in pairs:
+        for given in (None, second):
+            most, side = chosen.randint(3, 24), chosen.choice(["left", "right"])
+            theirs.enable_truncation(most, direction=side)
+            expected = theirs.encode(first, given)
+            item, cut = TextInput(first, "input", given), InputTruncation(most, side)
+            found = next(iter(tokenizer.encode([item], True, cut)))
+            assert found.ids.tolist() == expected.ids, (first, given, most, side)
+    tokenizer._backend = _Unchangeable(tokenizer._backend)  # type: ignore[assignment]
+    # other threads read it at the same time, for requests without a cut
+    assert len(next(iter(tokenizer.encode([item], True, cut))).ids) <= most
+
+
+class _Unchangeable:
+    """A tokenizer whose settings cannot be changed."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        assert name not in ("enable_truncation", "no_truncation", "enable_padding"), name
+        return getattr(self._backend, name)
 
 
 @pytest.mark.parametrize(

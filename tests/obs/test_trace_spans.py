@@ -17,7 +17,7 @@ from coterie.core.settings import TracingSettings
 from coterie.obs.tracing.context import RandomIds, TraceContext, context_of
 from coterie.obs.tracing.exporter import SpanExporter, TraceReceiver
 from coterie.obs.tracing.otlp import SERVER, SpanRecord, encoded, export_request, rejected_spans
-from coterie.obs.tracing.spans import InferenceTrace, RequestTrace, spans_of
+from coterie.obs.tracing.spans import InferenceTrace, RequestTrace, generation, spans_of
 from coterie.obs.tracing.tracer import RequestTracer, make_tracer, receiver_of
 from tests.helpers.serving.trace_receiver import attributes_of
 
@@ -163,7 +163,7 @@ def test_stages_follow_each_other_and_fill_the_request() -> None:
     ended: list[RequestTrace] = []
     arrived = time.monotonic() - 1.0
     root = RequestTrace(TraceContext(TRACE, SPAN, 1), "", arrived, ended.append)
-    inference = InferenceTrace(root, request(arrived), RandomIds(), owns_root=False)
+    inference = InferenceTrace(root, generation(request(arrived)), RandomIds(), owns_root=False)
     inference.planned()
     # refused in the middle of admission: nothing was queued
     inference.refused("overloaded", None)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ from starlette.responses import Response
 
 from coterie.api.body import parse
 from coterie.api.dialect import caller_of
-from coterie.api.door import exchange_of, new_id, note_specialist
+from coterie.api.door import exchange_of, new_id, note_receipt, note_specialist
 from coterie.api.embeddings.render import INLINE_VALUES, embedding_list, rerank_list, score_list
 from coterie.api.embeddings.types import (
     REFUSED,
@@ -26,7 +27,7 @@ from coterie.api.embeddings.types import (
     TextDocument,
 )
 from coterie.api.transport.sse import WhileConnected
-from coterie.core.errors import InvalidRequest, UnsupportedFeature
+from coterie.core.errors import CoterieError, InvalidRequest, UnsupportedFeature
 from coterie.models.encoder.tokens import LEFT, RIGHT, InputTruncation, TextInput
 from coterie.service.encoders.served import ServedEncoder
 from coterie.service.encoders.service import (
@@ -36,8 +37,13 @@ from coterie.service.encoders.service import (
     EncoderService,
     shaped,
 )
+from coterie.service.receipts.encoding import EncodingAsked
+from coterie.service.receipts.stamp import OnReceipt
 
 JSON = "application/json"
+EMBEDDINGS, RERANK, SCORE = "embeddings", "rerank", "score"
+# by operation; an answer without an id has a receipt with one
+_ID_PREFIXES = {EMBEDDINGS: "embd-", RERANK: "rerank-", SCORE: "score-"}
 
 
 class EncoderPipeline(Protocol):
@@ -45,7 +51,10 @@ class EncoderPipeline(Protocol):
 
     @property
     def encoders(self) -> EncoderService: ...
-    def encode_caller(self, job_id: str, tenant: str, deadline: float | None) -> EncodeCaller: ...
+    def encoder_name(self, model: str | None) -> str | None: ...
+    def encode_caller(
+        self, asked: EncodingAsked, deadline: float | None, on_receipt: OnReceipt | None = None
+    ) -> EncodeCaller: ...
     def writes_text(self, model: str) -> bool: ...
 
 
@@ -67,11 +76,17 @@ class _ScoredTexts:
             for index, (query, text) in enumerate(zip(queries, self.second, strict=True))
         )
 
+    def _field_of_first(self, index: int) -> str:
+        return self.first_field if len(self.first) == 1 else f"{self.first_field}.{index}"
+
     def apart(self, served: ServedEncoder) -> tuple[TextInput, ...]:
         """For an encoder that makes vectors: the texts of one side, then those of the other."""
         prompts = served.prompts
         return (
-            *(TextInput(prompts.query + text, self.first_field) for text in self.first),
+            *(
+                TextInput(prompts.query + text, self._field_of_first(index))
+                for index, text in enumerate(self.first)
+            ),
             *(
                 TextInput(prompts.document + text, f"{self.second_field}.{index}")
                 for index, text in enumerate(self.second)
@@ -87,12 +102,11 @@ class EmbeddingEndpoints:
         """Embed texts or token ids: one vector each."""
         body = await parse(request, EmbeddingBody, self._max_body_bytes)
         served, answer = await self.encoded(request, body)
-        name = served.name if body.model == "auto" else body.model
         as_base64 = body.encoding_format == "base64"
 
         def written() -> bytes:
             vectors = shaped(answer.vectors, served.normalise, body.dimensions)
-            return embedding_list(vectors, as_base64, name, answer.total_tokens)
+            return embedding_list(vectors, as_base64, served.name, answer.total_tokens)
 
         return Response(await off_loop_if_large(answer, written), media_type=JSON)
 
@@ -101,7 +115,7 @@ class EmbeddingEndpoints:
     ) -> tuple[ServedEncoder, EncodeAnswer]:
         """The encoder that the body names, and its vectors of all inputs."""
         _refuse_fields(body.model_extra)
-        served, caller = self._find(request, body.model, ranks=False)
+        served, caller = self._find(request, body.model, EMBEDDINGS)
         if body.dimensions is not None and body.dimensions > served.dim:
             raise InvalidRequest(
                 f"dimensions: the vectors of `{served.name}` have {served.dim}", param="dimensions"
@@ -113,35 +127,52 @@ class EmbeddingEndpoints:
         """Rank documents by how well they answer a query."""
         body = await parse(request, RerankBody, self._max_body_bytes)
         _refuse_fields(body.model_extra)
-        served, caller = self._find(request, body.model, ranks=True)
+        served, caller = self._find(request, body.model, RERANK)
         pairs = _ScoredTexts([_text(body.query)], [_text(item) for item in body.documents])
         cut = _cut(body, served, body.max_tokens_per_doc)
         scores, total = await self._scores(request, served, caller, pairs, cut)
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
         ranked = [(index, scores[index]) for index in order[: body.top_n]]
         shown = None if body.return_documents is False else [_shown(it) for it in body.documents]
-        raw = rerank_list(new_id("rerank-"), served.name, ranked, shown, total)
+        raw = rerank_list(caller.job_id, served.name, ranked, shown, total)
         return Response(raw, media_type=JSON)
 
     async def score(self, request: Request) -> Response:
         """Score pairs of texts."""
         body = await parse(request, ScoreBody, self._max_body_bytes)
         _refuse_fields(body.model_extra)
-        served, caller = self._find(request, body.model, ranks=True)
+        served, caller = self._find(request, body.model, SCORE)
         pairs, cut = _score_texts(body), _cut(body, served)
         scores, total = await self._scores(request, served, caller, pairs, cut)
-        raw = score_list(new_id("score-"), int(time.time()), served.name, scores, total)
+        raw = score_list(caller.job_id, int(time.time()), served.name, scores, total)
         return Response(raw, media_type=JSON)
 
     def _find(
-        self, request: Request, model: str | None, *, ranks: bool
+        self, request: Request, model: str | None, operation: str
     ) -> tuple[ServedEncoder, EncodeCaller]:
-        exchange, about = exchange_of(request.scope), caller_of(request)
+        """`operation`: embeddings, rerank or score."""
+        exchange, about, pipeline = exchange_of(request.scope), caller_of(request), self._pipeline
         exchange.model = model or ""
         deadline = None if about.timeout_s is None else about.arrived_at + about.timeout_s
-        caller = self._pipeline.encode_caller(new_id("enc-"), about.tenant, deadline)
-        encoders = self._pipeline.encoders
-        served = encoders.find(model, caller, self._pipeline.writes_text, ranks=ranks)
+        asked = EncodingAsked(
+            new_id(_ID_PREFIXES[operation]),
+            about.tenant,
+            exchange.model,
+            operation,
+            about.arrived_at,
+        )
+        caller = pipeline.encode_caller(asked, deadline, partial(note_receipt, exchange))
+        try:
+            served = pipeline.encoders.find(
+                pipeline.encoder_name(model),
+                caller,
+                pipeline.writes_text,
+                ranks=operation != EMBEDDINGS,
+            )
+        except CoterieError as error:
+            caller.receipt.failed(error)
+            raise
+        caller.receipt.found(served.name, "" if served.replica is None else served.replica.name)
         note_specialist(exchange, served.name)
         return served, caller
 
@@ -163,7 +194,8 @@ class EmbeddingEndpoints:
     ) -> tuple[list[float], int]:
         """One score for each pair, and the tokens of all."""
         texts = pairs.paired() if served.is_cross else pairs.apart(served)
-        answer = await self._encode(request, served, EncodeRequest(texts, cut=cut), caller)
+        wanted = EncodeRequest(texts, cut=cut, param=pairs.second_field)
+        answer = await self._encode(request, served, wanted, caller)
         if served.is_cross:
             return answer.vectors[:, 0].tolist(), answer.total_tokens
         vectors = shaped(answer.vectors, True, None)

@@ -85,7 +85,8 @@ class NativeEndpoints:
         return answer(model_fields(card) if anthropic else self._openai_card(card))
 
     def _openai_card(self, card: ModelCard) -> Any:
-        kind = "encoder" if card.name in self.pipeline.encoders.served else "text"
+        name = self.pipeline.encoder_name(card.name)
+        kind = "encoder" if name in self.pipeline.encoders.served else "text"
         return model_card(card.name, card.created, card.root, card.parent, card.max_model_len, kind)
 
     async def tokenize(self, request: Request) -> Response:

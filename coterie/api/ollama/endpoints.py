@@ -111,37 +111,37 @@ class OllamaDialect:
         """Embed texts: one vector each."""
         body = await parse(request, OllamaEmbedBody, self.max_body_bytes)
         cut = body.truncate is not False
-        wanted = self._embedding(body.model, body.input, cut, body.dimensions)
+        wanted = self._embedding(request, body.model, body.input, cut, body.dimensions)
         began = time.perf_counter_ns()
         served, answer = await self._encoders.encoded(request, wanted)
 
         def written() -> bytes:
             vectors = shaped(answer.vectors, served.normalise, body.dimensions)
-            return encode(
-                {
-                    "model": body.model,
-                    "embeddings": vectors.tolist(),
-                    "total_duration": time.perf_counter_ns() - began,
-                    "load_duration": 0,
-                    "prompt_eval_count": answer.total_tokens,
-                }
-            )
+            spent_ns = time.perf_counter_ns() - began
+            return render.embeddings(body.model, vectors, spent_ns, answer.total_tokens)
 
         return Response(await off_loop_if_large(answer, written), media_type=JSON)
 
     async def ollama_embeddings(self, request: Request) -> Response:
         """Embed one text; Ollama's older form."""
         body = await parse(request, OllamaOldEmbedBody, self.max_body_bytes)
-        wanted = self._embedding(body.model, body.prompt, True, None)
+        wanted = self._embedding(request, body.model, body.prompt, True)
         served, answer = await self._encoders.encoded(request, wanted)
         vectors = shaped(answer.vectors, served.normalise, None)
         return _json({"embedding": vectors[0].tolist()})
 
     def _embedding(
-        self, model: str, texts: str | list[str], cut: bool, dimensions: int | None
+        self,
+        request: Request,
+        model: str,
+        texts: str | list[str],
+        cut: bool,
+        dimensions: int | None = None,
     ) -> EmbeddingBody:
-        fields = {"model": model.removesuffix(":latest"), "input": texts, "truncate": cut}
-        return EmbeddingBody.model_validate(fields | {"dimensions": dimensions})
+        """The same request in OpenAI's form; its fields are checked already."""
+        name = self._known(model, exchange_of(request.scope))
+        fields = {"model": name, "input": texts, "truncate": cut, "dimensions": dimensions}
+        return EmbeddingBody.model_validate(fields)
 
     def _known(self, name: str, exchange: Exchange) -> str:
         exchange.model = name

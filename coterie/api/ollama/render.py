@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from coterie.api import errors
 from coterie.api.dialect import CollectedAnswer
@@ -230,3 +232,12 @@ class OllamaStream:
         if self._context:
             payload["context"] = self._context
         return encode(payload | metadata(event)) + b"\n"
+
+
+def embeddings(model: str, vectors: NDArray[np.float32], spent_ns: int, num_tokens: int) -> bytes:
+    """The answer of /api/embed. Rows are written one by one, so that a thread that writes a large
+    answer never holds the interpreter for long."""
+    rows = b",".join([encode(row.tolist()) for row in vectors])
+    figures = {"total_duration": spent_ns, "load_duration": 0, "prompt_eval_count": num_tokens}
+    tail = encode(figures)[1:]
+    return encode({"model": model})[:-1] + b',"embeddings":[' + rows + b"]," + tail

@@ -80,17 +80,11 @@ class FileTokenizer:
         for part in _slices(inputs):
             for item in part:
                 check_size(item, limit)
-            texts = [self._text(item) for item in part]
-            try:
-                if cut is not None:
-                    self._backend.enable_truncation(limit, direction=cut.side)
+            if cut is None:
+                texts = [self._text(item) for item in part]
                 found = self._backend.encode_batch(texts, add_special_tokens=special)
-            except Exception as error:
-                # the library has no types of errors: the limit is below its special tokens
-                text = f"{part[0].param}: cannot be cut to {limit} tokens"
-                raise InvalidRequest(text, param=part[0].param) from error
-            finally:
-                self._backend.no_truncation()
+            else:
+                found = self._shortened(part, special, InputTruncation(limit, cut.side))
             for item, one in zip(part, found, strict=True):
                 ids = np.asarray(one.ids, np.int32)
                 check_length(len(ids), limit, item.param)
@@ -100,9 +94,47 @@ class FileTokenizer:
                 split = kinds.index(1) if item.second is not None and 1 in kinds else len(ids)
                 yield EncoderTokens(ids, split)
 
+    def _shortened(
+        self, part: Sequence[TextInput], special: bool, cut: InputTruncation
+    ) -> list[tokenizers.Encoding]:
+        """The tokens of each input within the limit. The library's own way is a setting of the
+        tokenizer, which requests on several threads share; this gives the same tokens without
+        it."""
+        firsts = [self._lowered(item.text) for item in part]
+        seconds = [self._lowered(item.second) for item in part if item.second is not None]
+        plain = self._backend.encode_batch([*firsts, *seconds], add_special_tokens=False)
+        others = iter(plain[len(part) :])
+        found = []
+        for item, first in zip(part, plain, strict=False):
+            second = None if item.second is None else next(others)
+            added = self._backend.num_special_tokens_to_add(second is not None) if special else 0
+            if cut.most < added:
+                text = f"{item.param}: cannot be cut to {cut.most} tokens"
+                raise InvalidRequest(text, param=item.param)
+            kept = _lengths(len(first), 0 if second is None else len(second), cut.most - added)
+            first.truncate(kept[0], direction=cut.side)
+            if second is not None:
+                second.truncate(kept[1], direction=cut.side)
+            found.append(self._backend.post_process(first, second, special))
+        return found
+
     def _text(self, item: TextInput) -> str | tuple[str, str]:
-        texts = [text.lower() if self._lower else text for text in (item.text, item.second or "")]
-        return texts[0] if item.second is None else (texts[0], texts[1])
+        text = self._lowered(item.text)
+        return text if item.second is None else (text, self._lowered(item.second))
+
+    def _lowered(self, text: str) -> str:
+        return text.lower() if self._lower else text
+
+
+def _lengths(first: int, second: int, most: int) -> tuple[int, int]:
+    """The tokens of a pair that are kept, `most` together: the longer one is cut first."""
+    if first + second <= most:
+        return first, second
+    if not second:
+        return most, 0
+    shorter = min(first, second, most // 2)
+    longer = most - shorter
+    return (shorter, longer) if first <= second else (longer, shorter)
 
 
 def check_size(item: TextInput, limit: int) -> None:

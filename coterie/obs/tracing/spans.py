@@ -1,9 +1,10 @@
 """What is noted of a traced request while it runs, and the spans it becomes when it has ended.
 
 A request is one server span. Each of its inferences adds one child per stage: parse, route, admit,
-queue, prefill, decode, finish. A stage begins where the one before it ends, so together they are
-the whole time of the request. The times of queue, prefill and decode are those of its receipt,
-measured where the tokens were computed.
+queue, prefill, decode, finish; one of an encoder has encode in place of prefill and decode. A stage
+begins where the one before it ends, so together they are the whole time of the request. The times
+of queue, prefill, decode and encode are those of its receipt, measured where the tokens were
+computed.
 
 Nothing here holds a prompt, an answer, a key or another header of the caller.
 """
@@ -11,8 +12,8 @@ Nothing here holds a prompt, an answer, a key or another header of the caller.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from coterie.core.events import Finished, InferenceMetrics
@@ -22,6 +23,7 @@ from coterie.obs.tracing.context import RandomIds, TraceContext
 from coterie.obs.tracing.otlp import CLIENT, INTERNAL, SERVER, AttributeValue, SpanRecord
 
 STAGES = ("parse", "route", "admit", "queue", "prefill", "decode", "finish")
+ENCODER_STAGES = ("parse", "route", "admit", "queue", "encode", "finish")
 CHAT, TEXT = "chat", "text_completion"
 MAX_NAME = 128
 # further inferences of one request, as those of many prompts, have no spans
@@ -107,29 +109,45 @@ class RemoteCall:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class TracedWork:
+    """What is known of an inference when it begins."""
+
+    operation: str
+    # as the caller sent it
+    model: str
+    # time.monotonic()
+    arrived_at: float
+    given: Mapping[str, AttributeValue] = field(default_factory=dict)
+    stages: tuple[str, ...] = STAGES
+
+
+def generation(request: InferenceRequest) -> TracedWork:
+    operation = CHAT if isinstance(request.prompt, Chat) else TEXT
+    return TracedWork(operation, request.hints.model or "", request.arrived_at, _given(request))
+
+
 class InferenceTrace:
     """The stages of one inference of a request."""
 
     __slots__ = (
-        "_arrived_at", "_ids", "_last", "_times", "admitted_at", "began_at", "calls", "choices",
-        "error", "given", "model", "operation", "owns_root", "planned_at", "receipt", "root",
-        "stopped_at", "waits",
+        "_arrived_at", "_ids", "_last", "_stages", "_times", "admitted_at", "began_at", "calls",
+        "choices", "error", "given", "model", "operation", "owns_root", "planned_at", "receipt",
+        "root", "stopped_at", "waits",
     )  # fmt: skip
 
     def __init__(
-        self, root: RequestTrace, request: InferenceRequest, ids: RandomIds, *, owns_root: bool
+        self, root: RequestTrace, work: TracedWork, ids: RandomIds, *, owns_root: bool
     ) -> None:
         """`owns_root`: nobody else ends `root`, as for a job."""
         self.root, self.owns_root, self._ids = root, owns_root, ids
         self.began_at = time.monotonic()
-        self._arrived_at = request.arrived_at
-        self.operation = CHAT if isinstance(request.prompt, Chat) else TEXT
-        self.model = request.hints.model or ""
-        self.given = _given(request)
+        self._arrived_at, self._stages = work.arrived_at, work.stages
+        self.operation, self.model, self.given = work.operation, work.model, work.given
         self.planned_at: float | None = None
         self.admitted_at: float | None = None
-        # ends of queue, prefill and decode; None = not reached
-        self._times: tuple[float | None, ...] = (None, None, None)
+        # ends of queue, prefill and decode, or of queue and encode; None = not reached
+        self._times: tuple[float | None, ...] = (None,) * (len(work.stages) - 4)
         self.stopped_at: float | None = None
         self.receipt: Receipt | None = None
         self.choices: tuple[str, ...] = ()
@@ -165,6 +183,11 @@ class InferenceTrace:
         if timings.num_preemptions:
             self.waits["coterie.preemptions"] = timings.num_preemptions
 
+    def encoded(self, queued_at: float, computed_at: float, receipt: Receipt) -> None:
+        """The vectors of an encoder are there."""
+        self._times, self.receipt = (queued_at, computed_at), receipt
+        self.stopped_at = time.monotonic()
+
     def cut_off(self, metrics: InferenceMetrics, receipt: Receipt) -> None:
         """It failed, or its caller left."""
         self.stopped_at, self.receipt = time.monotonic(), receipt
@@ -197,7 +220,9 @@ class InferenceTrace:
         stopped = min(self.stopped_at or ended_at, ended_at)
         at = self.root.arrived_at
         for stage, reached in zip(
-            STAGES, (self.began_at, self.planned_at, self.admitted_at, *self._times), strict=False
+            self._stages,
+            (self.began_at, self.planned_at, self.admitted_at, *self._times),
+            strict=False,
         ):
             until = max(at, min(stopped, stopped if reached is None else reached))
             yield stage, at, until

@@ -24,7 +24,13 @@ from coterie.obs.tracing.context import (
     context_of,
 )
 from coterie.obs.tracing.exporter import SpanCounts, SpanExporter, TraceReceiver
-from coterie.obs.tracing.spans import InferenceTrace, RequestTrace
+from coterie.obs.tracing.spans import (
+    ENCODER_STAGES,
+    InferenceTrace,
+    RequestTrace,
+    TracedWork,
+    generation,
+)
 
 # `tracing.endpoint`: what the standard's variables say
 FROM_ENVIRONMENT = "env"
@@ -72,11 +78,18 @@ class RequestTracer:
     def inference(self, request: InferenceRequest) -> InferenceTrace:
         """The stages of an inference that is being planned. One that no request waits for, as that
         of a job, is a trace of its own."""
-        root = None if request.submitted_at is not None else _current.get()
+        return self._inference(generation(request), is_job=request.submitted_at is not None)
+
+    def encoding(self, operation: str, model: str, arrived_at: float) -> InferenceTrace:
+        """The stages of a request to an encoder."""
+        return self._inference(TracedWork(operation, model, arrived_at, stages=ENCODER_STAGES))
+
+    def _inference(self, work: TracedWork, *, is_job: bool = False) -> InferenceTrace:
+        root = None if is_job else _current.get()
         if root is not None and root.ended_at is None:
-            return InferenceTrace(root, request, self._ids, owns_root=False)
-        root = self._begun(None, request.arrived_at, is_job=True)
-        return InferenceTrace(root, request, self._ids, owns_root=True)
+            return InferenceTrace(root, work, self._ids, owns_root=False)
+        root = self._begun(None, work.arrived_at, is_job=True)
+        return InferenceTrace(root, work, self._ids, owns_root=True)
 
     def _begun(
         self, parent: TraceContext | None, arrived_at: float, *, is_job: bool = False

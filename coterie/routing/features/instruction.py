@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -161,8 +162,19 @@ def words(text: str) -> list[str]:
 
 def split_words(text: str) -> list[str]:
     """Runs of letters, runs of digits and single marks."""
+    return _WORD.findall(_folded(text))
+
+
+def each_word(text: str) -> Iterator[str]:
+    """The same one by one: for a long text of which only the first words may be needed. Splitting
+    it as a whole would hold the interpreter for a long time."""
+    return (match[0] for match in _WORD.finditer(_folded(text)))
+
+
+def _folded(text: str) -> str:
+    """In small letters without accents."""
     text = text.lower()
-    if not text.isascii():
-        parts = unicodedata.normalize("NFKD", text)
-        text = "".join(char for char in parts if not unicodedata.combining(char))
-    return _WORD.findall(text)
+    if text.isascii():
+        return text
+    parts = unicodedata.normalize("NFKD", text)
+    return "".join(char for char in parts if not unicodedata.combining(char))

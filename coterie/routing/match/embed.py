@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.routing.features.instruction import bounded, split_words, words
+from coterie.routing.features.instruction import bounded, each_word, words
 
 Vector = NDArray[np.float32]
 _DATA = Path(__file__).parent / "data"
@@ -57,7 +57,7 @@ class StaticEmbedder:
 
     def rows(self, text: str, most: int) -> list[int]:
         """The rows of the whole text's pieces, at most `most + 1` of them."""
-        pieces = chain.from_iterable(map(self._word_rows.__getitem__, split_words(text)))
+        pieces = chain.from_iterable(map(self._word_rows.__getitem__, each_word(text)))
         return list(islice(pieces, most + 1))
 
     def embed_rows(self, rows: Sequence[int] | NDArray[np.int32]) -> Vector:
@@ -74,9 +74,12 @@ class _WordRows(dict[str, tuple[int, ...]]):
         self._rows = rows
 
     def __missing__(self, word: str) -> tuple[int, ...]:
-        if len(self) >= _MAX_CACHED_WORDS:
-            self.clear()
-        self[word] = rows = self._pieces(word[:_MAX_WORD_CHARS])
+        rows = self._pieces(word[:_MAX_WORD_CHARS])
+        # a caller may send words of any length: they are not to fill the memory
+        if len(word) <= _MAX_WORD_CHARS:
+            if len(self) >= _MAX_CACHED_WORDS:
+                self.clear()
+            self[word] = rows
         return rows
 
     def _pieces(self, word: str) -> tuple[int, ...]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from coterie.core.encoders import EncoderSettings
+from coterie.core.encoders import STATIC, EncoderSettings
 from coterie.models.encoder.tokens import (
     LEFT,
     EncoderTokenizer,
@@ -22,9 +22,8 @@ from coterie.models.encoder.tokens import (
 )
 from coterie.routing.match.embed import StaticEmbedder, static
 from coterie.workers.encoder.contract import EncodeJob
-from coterie.workers.encoder.replica import EncoderReplica
+from coterie.workers.encoder.replica import ComputedVectors, EncoderReplica
 
-Vectors = NDArray[np.float32]
 # tokens of one input of the static table: it has no positions
 STATIC_TOKENS = 8192
 
@@ -32,7 +31,9 @@ STATIC_TOKENS = 8192
 class VectorSource(Protocol):
     """Computes one row for each input."""
 
-    async def encode(self, job_id: str, owner: str, inputs: Sequence[EncoderTokens]) -> Vectors: ...
+    async def encode(
+        self, job_id: str, owner: str, inputs: Sequence[EncoderTokens]
+    ) -> ComputedVectors: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,10 @@ class ServedEncoder:
     prompts: EncoderPrompts = EncoderPrompts()
     # None = it is computed in this process
     replica: EncoderReplica | None = None
+    # the kind of network, and what names its weights
+    family: str = STATIC
+    fingerprint: str = ""
+    weight_bytes: int = 0
     # what /health says about it
     details: tuple[tuple[str, Any], ...] = ()
 
@@ -74,7 +79,9 @@ class ProcessVectors:
     def __init__(self, replica: EncoderReplica) -> None:
         self._replica = replica
 
-    async def encode(self, job_id: str, owner: str, inputs: Sequence[EncoderTokens]) -> Vectors:
+    async def encode(
+        self, job_id: str, owner: str, inputs: Sequence[EncoderTokens]
+    ) -> ComputedVectors:
         lengths = np.asarray([len(item.ids) for item in inputs], np.int32)
         splits = np.asarray([item.split for item in inputs], np.int32)
         is_paired = bool((splits != lengths).any())
@@ -91,13 +98,17 @@ class StaticVectors:
     def __init__(self, table: StaticEmbedder | None = None) -> None:
         self.table = table or static()
 
-    async def encode(self, job_id: str, owner: str, inputs: Sequence[EncoderTokens]) -> Vectors:
+    async def encode(
+        self, job_id: str, owner: str, inputs: Sequence[EncoderTokens]
+    ) -> ComputedVectors:
         if sum(len(item.ids) for item in inputs) <= _INLINE_TOKENS:
             return self._sum(inputs)
         return await asyncio.to_thread(self._sum, inputs)
 
-    def _sum(self, inputs: Sequence[EncoderTokens]) -> Vectors:
-        return np.stack([self.table.embed_rows(item.ids) for item in inputs])
+    def _sum(self, inputs: Sequence[EncoderTokens]) -> ComputedVectors:
+        begun = time.monotonic()
+        rows = np.stack([self.table.embed_rows(item.ids) for item in inputs])
+        return ComputedVectors(rows, time.monotonic() - begun)
 
 
 # so few that a thread would take longer

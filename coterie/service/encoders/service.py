@@ -1,18 +1,18 @@
 """All encoders of a server: starts them, finds them by name, and takes requests through them.
 
-A request: check the number of inputs, tokenise, take the tenant's quota, wait for a place, compute,
-shape the vectors. Refusals are typed and change nothing.
+A request: check the number of inputs, take a place and the tenant's quota, tokenise, compute, shape
+the vectors. Refusals are typed and change nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from coterie.core.errors import (
     CoterieError,
     DeadlineExceeded,
     Forbidden,
+    InternalError,
     InvalidRequest,
     NotFound,
     Overloaded,
@@ -37,12 +38,16 @@ from coterie.models.encoder.tokens import (
     check_length,
 )
 from coterie.obs.metrics import MetricRegistry
-from coterie.service.encoders.served import ServedEncoder, Vectors
+from coterie.service.encoders.served import ServedEncoder
 from coterie.service.encoders.start import EncoderStart
 from coterie.service.quotas import TenantQuotas
+from coterie.service.receipts.encoding import EncodingReceipt
+from coterie.workers.encoder.replica import ComputedVectors
 
 # texts with so few characters are tokenised at once: a thread would take longer
 INLINE_CHARS, INLINE_TEXTS = 4000, 16
+Vectors = NDArray[np.float32]
+T = TypeVar("T")
 # weight of the newest request in the measured speed
 NEWEST = 0.2
 FIRST_SPEED = 1000.0
@@ -60,6 +65,7 @@ class EncodeCaller:
 
     job_id: str
     tenant: str
+    receipt: EncodingReceipt
     settings: TenantSettings | None = None
     # empty = all
     allowed: tuple[str, ...] = ()
@@ -69,12 +75,14 @@ class EncodeCaller:
 
 @dataclass(frozen=True, slots=True)
 class EncodeRequest:
-    """Texts, or token ids of the encoder's own vocabulary with the field that each came from."""
+    """Texts, or token ids of the encoder's own vocabulary with the field that each came from.
+    `param`: the field with most of them."""
 
     texts: tuple[TextInput, ...] = ()
     token_lists: tuple[tuple[Sequence[int], str], ...] = ()
     special: bool = True
     cut: InputTruncation | None = None
+    param: str = "input"
 
     @property
     def num_inputs(self) -> int:
@@ -144,9 +152,10 @@ class EncoderService:
         await asyncio.gather(*(item.replica.close() for item in self._starts if item.replica))
         self._thread.shutdown(wait=False)
 
-    def refuse_generation(self, model: str | None) -> None:
-        """Raises InvalidRequest if a request for text names an encoder."""
-        if model is not None and model in self.names():
+    def refuse_generation(self, *models: str | None) -> None:
+        """Raises InvalidRequest if a request for text names an encoder. `models`: the name that was
+        sent, and what it means."""
+        for model in set(models) & set(self.names()):
             raise InvalidRequest(
                 f"`{model}` is an encoder and writes no text: it answers /v1/embeddings, "
                 "/v1/rerank and /v1/score; GET /v1/models lists the others",
@@ -179,7 +188,7 @@ class EncoderService:
             fitting = [item for item in usable if ranks or not item.is_cross]
             fitting.sort(key=lambda item: ranks and not item.is_cross)
             if not fitting:
-                raise Forbidden("this key may use no encoder that does this", param="model")
+                raise _none_fits(bool(caller.allowed))
             return fitting[0]
         found = self._served.get(model or "")
         if found is None:
@@ -198,26 +207,37 @@ class EncoderService:
         self, served: ServedEncoder, request: EncodeRequest, caller: EncodeCaller
     ) -> EncodeAnswer:
         """Raises a typed error before any work for what does not fit."""
-        begun, limits = time.monotonic(), served.limits
+        begun, receipt = time.monotonic(), caller.receipt
         try:
-            if request.num_inputs > limits.max_inputs:
-                raise InvalidRequest(
-                    f"{request.num_inputs} inputs are more than the limit of {limits.max_inputs} "
-                    "for one request; send several requests",
-                    param="input",
-                )
-            with self._quotas.enter(caller.settings) as quota:
-                inputs = await self._tokens_of(served, request)
+            _check_number(request, served.limits)
+            with self._entered(served), self._quotas.enter(caller.settings) as quota:
+                inputs = await _until(caller.deadline, self._tokens_of(served, request))
                 total = sum(len(item.ids) for item in inputs)
                 quota.reserve(total, 0)
                 with self._place(served, total):
-                    vectors = await self._computed(served, inputs, caller)
+                    receipt.admitted(total)
+                    work = served.source.encode(caller.job_id, caller.tenant, inputs)
+                    try:
+                        computed = await _until(caller.deadline, work)
+                    except asyncio.CancelledError:
+                        # the caller has left: what was begun for it counts
+                        quota.settle(total)
+                        raise
+                _check_finite(computed, served.name)
                 quota.settle(total)
         except CoterieError as error:
             self._count_refusal(served.name, error)
+            receipt.failed(error)
             raise
+        except asyncio.CancelledError:
+            receipt.left()
+            raise
+        except Exception:
+            receipt.failed(InternalError("the server failed to answer"))
+            raise
+        receipt.finished(computed.compute_s)
         self._count(served.name, request.num_inputs, total, time.monotonic() - begun)
-        return EncodeAnswer(vectors, tuple(len(item.ids) for item in inputs))
+        return EncodeAnswer(computed.rows, tuple(len(item.ids) for item in inputs))
 
     async def _tokens_of(
         self, served: ServedEncoder, request: EncodeRequest
@@ -230,24 +250,31 @@ class EncoderService:
         return await loop.run_in_executor(self._thread, _tokenised, served, request)
 
     @contextmanager
+    def _entered(self, served: ServedEncoder) -> Iterator[None]:
+        """One of the requests that are tokenised, wait and run. Raises Overloaded if there are too
+        many."""
+        name = served.name
+        if self._open.get(name, 0) >= self._max_queue:
+            raise self._overloaded(name, f"{self._max_queue} requests wait")
+        self._open[name] = self._open.get(name, 0) + 1
+        try:
+            yield
+        finally:
+            self._open[name] -= 1
+
+    @contextmanager
     def _place(self, served: ServedEncoder, tokens: int) -> Iterator[None]:
-        """A place among the requests that wait and run. Raises Overloaded if there is none."""
-        name, limits = served.name, served.limits
-        waiting, count = self._tokens.get(name, 0), self._open.get(name, 0)
-        if count >= self._max_queue or (count and waiting + tokens > limits.max_waiting_tokens):
-            speed = self._speed.get(name, FIRST_SPEED)
-            raise Overloaded(
-                f"the encoder `{name}` has {waiting} tokens to compute; try again later",
-                retry_after_s=min(max(waiting / speed / 2, 0.5), 60.0),
-            )
-        self._tokens[name], self._open[name] = waiting + tokens, count + 1
+        """Room for the tokens among those that wait and run. Raises Overloaded if there is none."""
+        name, waiting = served.name, self._tokens.get(served.name, 0)
+        if waiting and waiting + tokens > served.limits.max_waiting_tokens:
+            raise self._overloaded(name, f"{waiting} tokens wait")
+        self._tokens[name] = waiting + tokens
         begun, done = time.monotonic(), False
         try:
             yield
             done = True
         finally:
             self._tokens[name] -= tokens
-            self._open[name] -= 1
             if done:
                 spent_s = max(time.monotonic() - begun, 1e-4)
                 before = self._speed.get(name, tokens / spent_s)
@@ -255,18 +282,12 @@ class EncoderService:
                 rate = (waiting + tokens) / spent_s
                 self._speed[name] = before + NEWEST * (rate - before)
 
-    async def _computed(
-        self, served: ServedEncoder, inputs: Sequence[EncoderTokens], caller: EncodeCaller
-    ) -> Vectors:
-        work = served.source.encode(caller.job_id, caller.tenant, inputs)
-        if caller.deadline is None:
-            return await work
-        left_s = max(caller.deadline - time.monotonic(), 0.0)
-        try:
-            async with asyncio.timeout(left_s):
-                return await work
-        except TimeoutError:
-            raise DeadlineExceeded("the deadline passed before the vectors were ready") from None
+    def _overloaded(self, name: str, why: str) -> Overloaded:
+        wait_s = self._tokens.get(name, 0) / self._speed.get(name, FIRST_SPEED) / 2
+        return Overloaded(
+            f"the encoder `{name}` is full: {why}; try again later",
+            retry_after_s=min(max(wait_s, 0.5), 60.0),
+        )
 
     def _count(self, name: str, num_inputs: int, tokens: int, seconds: float) -> None:
         if self._registry is not None:
@@ -312,6 +333,32 @@ class EncoderService:
         return found
 
 
+async def _until(deadline: float | None, work: Awaitable[T]) -> T:
+    """The result of `work`. Raises DeadlineExceeded at the deadline, a time.monotonic()."""
+    if deadline is None:
+        return await work
+    try:
+        async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+            return await work
+    except TimeoutError:
+        raise DeadlineExceeded("the deadline passed before the vectors were ready") from None
+
+
+def _check_number(request: EncodeRequest, limits: EncoderSettings) -> None:
+    if request.num_inputs > limits.max_inputs:
+        raise InvalidRequest(
+            f"{request.num_inputs} inputs are more than the limit of {limits.max_inputs} for one "
+            "request; send several requests",
+            param=request.param,
+        )
+
+
+def _check_finite(computed: ComputedVectors, name: str) -> None:
+    """JSON has no form for other values, and an order by them means nothing."""
+    if not np.isfinite(computed.rows).all():
+        raise InternalError(f"the encoder `{name}` computed values that are no numbers")
+
+
 def _tokenised(served: ServedEncoder, request: EncodeRequest) -> list[EncoderTokens]:
     """The tokens of all inputs; stops as soon as they are too many."""
     limits = served.limits
@@ -320,7 +367,11 @@ def _tokenised(served: ServedEncoder, request: EncodeRequest) -> list[EncoderTok
     for tokens in _each(served, request):
         total += len(tokens.ids)
         if total > limits.max_request_tokens:
-            raise _too_many(limits)
+            raise InvalidRequest(
+                f"the inputs have more than {limits.max_request_tokens} tokens together, the limit "
+                "for one request; send several requests",
+                param=request.param,
+            )
         found.append(tokens)
     return found
 
@@ -337,11 +388,12 @@ def _each(served: ServedEncoder, request: EncodeRequest) -> Iterator[EncoderToke
     yield from tokenizer.encode(request.texts, request.special, cut)
 
 
-def _too_many(limits: EncoderSettings) -> InvalidRequest:
+def _none_fits(is_limited: bool) -> CoterieError:
+    if is_limited:
+        return Forbidden("this key may use no encoder that does this", param="model")
     return InvalidRequest(
-        f"the inputs have more than {limits.max_request_tokens} tokens together, the limit for one "
-        "request; send several requests",
-        param="input",
+        "every encoder of this server scores pairs of texts, and none makes embeddings",
+        param="model",
     )
 
 

@@ -66,6 +66,9 @@ class EncoderStart:
             spec.is_cross,
             EncoderPrompts(spec.prompt, spec.query_prompt, spec.document_prompt),
             self.replica,
+            spec.family,
+            info.fingerprint,
+            info.weight_bytes,
             tuple((name, getattr(info, name)) for name in details),
         )
 

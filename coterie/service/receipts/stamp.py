@@ -58,14 +58,14 @@ class ReceiptWriter:
         tracer: RequestTracer | None = None,
         on_kept: Callable[[Receipt, bytes], None] | None = None,
     ) -> None:
-        self._records, self._config_digest = records, config_digest
-        self._tracer, self._on_kept = tracer, on_kept
+        self._records, self.config_digest = records, config_digest
+        self.tracer, self._on_kept = tracer, on_kept
         # digests of settings that are kept
         self._contexts: set[str] = set()
 
     def begin(self, request: InferenceRequest, on_receipt: OnReceipt | None = None) -> OpenReceipt:
         """`on_receipt` gets the receipt each time it changes, for headers."""
-        trace = None if self._tracer is None else self._tracer.inference(request)
+        trace = None if self.tracer is None else self.tracer.inference(request)
         return OpenReceipt(self, request, on_receipt, trace)
 
     def refusal(
@@ -115,7 +115,7 @@ class ReceiptWriter:
             breaker=CLOSED,
             shadow="",
             router_version="",
-            config_digest=self._config_digest(),
+            config_digest=self.config_digest(),
         )
 
 

@@ -31,6 +31,8 @@ class OpenJob:
     dim: int
     order: list[int] = field(init=False)
     next: int = 0
+    # when its first batch began; None = it waits
+    begun_at: float | None = None
     vectors: NDArray[np.float32] = field(init=False)
     num_done: int = 0
 

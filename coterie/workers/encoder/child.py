@@ -123,13 +123,17 @@ class EncoderLoop:
         if not rows:
             return
         begun = time.monotonic()
+        for row in rows:
+            if row.job.begun_at is None:
+                row.job.begun_at = begun
         inputs = [row.job.inputs[row.index] for row in rows]
         vectors = self._network.encode(inputs, _splits([(row.job, row.index) for row in rows]))
-        self._stats["encode_s"] += time.monotonic() - begun
+        ended = time.monotonic()
+        self._stats["encode_s"] += ended - begun
         self._stats["encode_batches"] += 1
         self._stats["encode_tokens"] += sum(map(len, inputs))
         results = [
-            EncodeResult(job.job_id, job.vectors.tobytes())
+            EncodeResult(job.job_id, job.vectors.tobytes(), ended - (job.begun_at or begun))
             for job in self._queue.done(rows, vectors)
         ]
         # also without results: the parent sees that the process works

@@ -73,10 +73,11 @@ class EncodeCommand:
 
 @dataclass(frozen=True, slots=True)
 class EncodeResult:
-    """Vectors as float32, row by row."""
+    """Vectors as float32, row by row. `compute_s`: from the job's first batch to its last."""
 
     job_id: str
     vectors: bytes
+    compute_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -37,13 +37,19 @@ from coterie.workers.supervisor import (
 )
 from coterie.workers.worker_process import WorkerProcess, remove_directory, socket_directory
 
-Vectors = NDArray[np.float32]
+
+@dataclass(frozen=True, slots=True)
+class ComputedVectors:
+    """One row for each input, and how long they were computed, without the wait before."""
+
+    rows: NDArray[np.float32]
+    compute_s: float
 
 
 @dataclass(slots=True)
 class _Pending:
     job: EncodeJob
-    answer: asyncio.Future[Vectors]
+    answer: asyncio.Future[ComputedVectors]
     num_inputs: int
 
 
@@ -85,11 +91,11 @@ class EncoderReplica:
         self._supervisor = asyncio.create_task(self._supervise(child), name=f"worker-{self.name}")
         return info
 
-    async def encode(self, job: EncodeJob) -> Vectors:
+    async def encode(self, job: EncodeJob) -> ComputedVectors:
         """One row for each input. If the caller is cancelled, the job is dropped."""
         if self._closed:
             raise Unavailable("the server is shutting down")
-        answer: asyncio.Future[Vectors] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[ComputedVectors] = asyncio.get_running_loop().create_future()
         pending = _Pending(job, answer, len(job.lengths) // 4)
         if self.state() == "failing":
             raise _unavailable(self._retry_after_s())
@@ -113,7 +119,7 @@ class EncoderReplica:
     def stats(self) -> dict[str, float]:
         return {
             **self._stats,
-            "resent_jobs": float(self._resent),
+            "requests_continued": float(self._resent),
             "restarts": float(max(0, self._starts - 1)),
         }
 
@@ -158,8 +164,9 @@ class EncoderReplica:
             try:
                 child, info = await self._spawn()
                 if self._info is not None and info.fingerprint != self._info.fingerprint:
-                    await child.kill()
+                    # no job may reach it
                     self._child = None
+                    await child.kill()
                     raise ModelChanged("the encoder's file changed; restart the server")
             except Exception as error:
                 self._failures += 1
@@ -222,8 +229,8 @@ class EncoderReplica:
             pending = self._sent.pop(result.job_id, None)
             if pending is None or pending.answer.done():
                 continue
-            vectors = np.frombuffer(result.vectors, np.float32)
-            pending.answer.set_result(vectors.reshape(pending.num_inputs, -1))
+            rows = np.frombuffer(result.vectors, np.float32).reshape(pending.num_inputs, -1)
+            pending.answer.set_result(ComputedVectors(rows, result.compute_s))
         self._hand_over()
 
     def _hand_over(self) -> None:

@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 
 def batch_server(home: Path, settings: str = "", dead_model: bool = False) -> Served:
-    """The tiny model with a long context and two tenants. `dead_model`: and one on a server that
-    does not answer."""
+    """The tiny model with a long context, an encoder and two tenants. `dead_model`: and one on a
+    server that does not answer."""
     keys, config = home.parent / "keys.txt", home.parent / "coterie.toml"
     keys.write_text("\n".join(KEYS) + "\n")
     config.write_text(settings)
     model = str(tiny_checkpoint("llama", max_position_embeddings=8192))
-    common = ("--api-key-file", str(keys), "--config", str(config))
+    common = ("--api-key-file", str(keys), "--config", str(config), "--encoder", "static")
     if not dead_model:
         return Served(model, "--name", "tiny", *common, COTERIE_HOME=str(home))
     specialists = f"""
