@@ -184,13 +184,14 @@ def test_spans_carry_the_genai_conventions_and_no_text(
 
 def test_every_dialect_is_traced(near: Served, receiver: TraceReceiver) -> None:
     prompt = {"model": "near", "max_tokens": 4}
+    hello = chat()["messages"]
     calls = (
         ("/v1/messages", chat(model="near"), "chat"),
         ("/v1/completions", {**prompt, "prompt": ["one", "two"]}, "text_completion"),
         ("/v1/responses", {"model": "near", "input": "hello", "max_output_tokens": 16}, "chat"),
         ("/v1/infer", {**prompt, "prompt": "hello"}, "text_completion"),
         ("/v1/chat/completions", chat(model="near", stream=True), "chat"),
-        ("/api/chat", chat(model="near"), "chat"),
+        ("/api/chat", {"model": "near", "stream": False, "messages": hello}, "chat"),
         ("/api/generate", {"model": "near", "prompt": "hello", "stream": False}, "chat"),
         ("/completion", {"model": "near", "prompt": "hello", "n_predict": 4}, "text_completion"),
     )

@@ -38,7 +38,7 @@ def known_name(pipeline: Pipeline, name: str, tenant: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ListedModel:
+class OllamaModel:
     """What the lists say about a model, of either kind."""
 
     family: str
@@ -53,11 +53,11 @@ class ListedModel:
     template: str = ""
 
 
-def _listed_model(pipeline: Pipeline, card: ModelCard) -> ListedModel:
+def _listed_model(pipeline: Pipeline, card: ModelCard) -> OllamaModel:
     encoder = pipeline.encoders.served.get(pipeline.encoder_name(card.name) or "")
     if encoder is not None:
         facts = dict(encoder.details)
-        return ListedModel(
+        return OllamaModel(
             encoder.family,
             "safetensors",
             facts["dtype"],
@@ -68,7 +68,7 @@ def _listed_model(pipeline: Pipeline, card: ModelCard) -> ListedModel:
         )
     served = pipeline.fleet.find(card.name)
     tokenizer, info = served.tokenizer, served.info
-    return ListedModel(
+    return OllamaModel(
         # `LlamaForCausalLM` is the family `llama`
         info.architecture.removesuffix("ForCausalLM").lower(),
         _form(served),
@@ -99,7 +99,7 @@ def running_fields(pipeline: Pipeline, tenant: str) -> dict[str, Any]:
     return {"models": [_running(card, _listed_model(pipeline, card)) for card in cards]}
 
 
-def _running(card: ModelCard, model: ListedModel) -> dict[str, Any]:
+def _running(card: ModelCard, model: OllamaModel) -> dict[str, Any]:
     size = model.weight_bytes + model.kv_bytes
     return _named(card) | {
         "size": size,
@@ -149,7 +149,7 @@ def _named(card: ModelCard) -> dict[str, Any]:
     return {"name": tagged(card.name), "model": tagged(card.name)}
 
 
-def _details(card: ModelCard, model: ListedModel) -> dict[str, Any]:
+def _details(card: ModelCard, model: OllamaModel) -> dict[str, Any]:
     return {
         "parent_model": card.parent or "",
         "format": model.form,
@@ -162,7 +162,7 @@ def _details(card: ModelCard, model: ListedModel) -> dict[str, Any]:
     }
 
 
-def _digest(card: ModelCard, model: ListedModel) -> str:
+def _digest(card: ModelCard, model: OllamaModel) -> str:
     return hashlib.sha256(f"{model.fingerprint}\0{card.root}".encode()).hexdigest()
 
 
