@@ -178,6 +178,7 @@ def test_the_root_says_what_this_is(server: Served) -> None:
 def test_the_log_says_why(server: Served) -> None:
     server.get("/v1/made-up-route")
     server.get("/v1/models", origin="https://evil.example")
+    assert server.post("/v1/messages", {**chat(), "thread": "t"}).status == 400
     lines = [json.loads(line) for line in server.log().splitlines() if line.startswith("{")]
     asked = [line for line in lines if line["event"] == "request"]
     # 499: the client was gone
@@ -185,4 +186,5 @@ def test_the_log_says_why(server: Served) -> None:
     assert all(line["path"] and line["reason"] for line in refused)
     reasons = {line["path"]: line["reason"] for line in refused}
     assert "GET /v1/made-up-route" in reasons["/v1/made-up-route"]
+    assert reasons["/v1/messages"]
     assert all(len(line["reason"]) <= 300 and len(line["path"]) <= 128 for line in refused)

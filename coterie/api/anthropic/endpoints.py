@@ -40,6 +40,7 @@ class AnthropicDialect:
         body = await parse(request, MessagesBody, self.max_body_bytes)
         exchange, caller = exchange_of(request.scope), caller_of(request)
         if body.thread is not None:
+            exchange.reason = "thread: conversations are not kept here"
             refusal = render.thread_refusal(exchange.request_id)
             return Response(refusal, status_code=400, media_type=JSON)
         parsed = parse_messages(body, caller, new_id("msg_"))
