@@ -38,6 +38,8 @@ from tests.helpers.serving.server_process import KEYS, Served
 ASK: dict[str, Any] = {"model": "tiny", "input": "hello there", "temperature": 0}
 TOOLS: list[Any] = [{"type": "function", "strict": False, **WEATHER}]
 PATH = "/v1/responses"
+# a list in a list, 960 deep
+DEEP: Any = json.loads("[" * 960 + "]" * 960)
 
 
 @pytest.fixture(scope="module")
@@ -421,6 +423,12 @@ def test_errors_are_typed(client: openai.OpenAI, server: Served) -> None:
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_tokens": 5}, "max_tokens"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"input": [{"role": "user", "content": [
+            {"type": "input_text", "text": "x", "of": DEEP}]}]}, "input.0"),
+        ({"tools": [{"type": "web_search", "parameters": {"of": DEEP}}]}, "tools.0"),
+        ({"tool_choice": {"type": "mcp", "of": DEEP}}, "tool_choice"),
         ({"n": 2}, "n"),
         ({"metadata": {str(at): "x" for at in range(17)}}, "metadata"),
         ({"conversation": "conv_1"}, "conversation"),

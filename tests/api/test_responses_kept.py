@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,25 @@ def test_responses_outlive_a_killed_server(tmp_path: Path) -> None:
             assert more.previous_response_id == kept["id"]
     finally:
         second.stop()
+
+
+@pytest.mark.full
+def test_an_end_is_written_though_nobody_asks(tmp_path: Path) -> None:
+    """A job is kept for less long than its response."""
+    home = own_home(tmp_path / "home")
+    served = Served(str(tiny_checkpoint("llama")), "--name", "tiny", COTERIE_HOME=str(home))
+    try:
+        made = served.post(PATH, ASK | {"max_output_tokens": 4, "background": True}).json["id"]
+        deadline = time.monotonic() + 90
+        with sqlite3.connect(home / "state" / "responses.db") as db:
+            while db.execute("SELECT 1 FROM responses WHERE request IS NOT NULL").fetchall():
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+        assert served.send("DELETE", f"/v1/jobs/{made}", None).status == 200
+        found = served.get(f"{PATH}/{made}").json
+        assert (found["status"], found["usage"]["output_tokens"]) == ("incomplete", 4)
+    finally:
+        served.stop()
 
 
 @pytest.mark.full

@@ -148,9 +148,12 @@ class ResponsesDialect:
         exchange.model = body.model
         is_kept = self._is_kept(body)
         history = await self.kept.history(body, exchange.tenant)
-        body = await self.kept.with_references(body, exchange.tenant)
+        whole_body = await self.kept.with_references(body, exchange.tenant)
         length = request.headers.get("content-length", "")
         size = int(length) if length.isdigit() else MAX_INLINE_BYTES + 1
+        # kept items may be larger than the body that refers to them
+        size += MAX_INLINE_BYTES * (whole_body is not body)
+        body = whole_body
         read = partial(parse_response, body, caller, new_id("resp_"), history)
         found = await aside(size + MAX_INLINE_BYTES * bool(history), read)
         parsed = found.parsed
@@ -171,7 +174,7 @@ class ResponsesDialect:
         name = answering_name(planned.hints, planned.plan)
         shape = _shape(received, name, planned.plan.sampling, syntax)
         parsed = await with_answer_grammar(parsed, planned.tokenizer, syntax)
-        events = tool_events(self.service, parsed, planned, exchange)
+        events = tool_events(self.service, parsed, planned, exchange, shape)
         keep = partial(self._keep, received) if received.is_kept else _unchanged
         if parsed.stream:
             stream = ResponseStream(shape)

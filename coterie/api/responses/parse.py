@@ -67,6 +67,7 @@ NOT_HERE = {
     "modalities": "only text can be made here",
     "chat_template": "is honoured on /v1/chat/completions alone",
     "documents": "put them into input",
+    "previous_input_messages": "give previous_response_id, or the items as input",
     "add_generation_prompt": "is honoured on /v1/chat/completions alone",
     "continue_final_message": "is honoured on /v1/chat/completions alone",
     "echo": "is honoured on /v1/chat/completions alone",
@@ -76,6 +77,7 @@ NOT_HERE = {
 # the same for fields that the common part of the bodies has
 _NOT_HERE_EITHER = {
     "max_tokens": "use max_output_tokens",
+    "add_special_tokens": "is honoured on /v1/chat/completions alone",
     "prompt_logprobs": "is honoured on /v1/chat/completions alone",
     "return_token_ids": "is honoured on /v1/chat/completions alone",
     "return_tokens_as_token_ids": "is honoured on /v1/chat/completions alone",
@@ -119,7 +121,7 @@ def prompt_of(body: ResponsePrompt, tools: ResponseTools, history: Sequence[Resp
     system = [body.instructions] if body.instructions else []
     system += [message.content for message in leading]
     turns = messages[len(leading) :]
-    if not turns:
+    if not messages:
         raise InvalidRequest("input: at least one message is required", param="input")
     check_results(turns, "input")
     if system:
@@ -256,7 +258,9 @@ def _refuse(body: ResponseBody) -> None:
     refuse_fields_here(body.model_extra)
     refuse_common(body)
     for name, why in _NOT_HERE_EITHER.items():
-        if getattr(body, name) not in (None, False):
+        value = getattr(body, name)
+        # 0 is a number of log probabilities
+        if value is not None and value is not False:
             raise UnsupportedFeature(f"{name}: {why}", param=name)
     if body.n not in (None, 1):
         raise UnsupportedFeature("n: a response has one answer", param="n")
