@@ -267,8 +267,12 @@ def test_tools_of_other_kinds(taught_server: Served) -> None:
     assert taught_server.post(PATH, body | {"input": items}).status == 200
 
 
-def test_a_custom_tool_takes_text(server: Served) -> None:
-    form = {"type": "grammar", "syntax": "regex", "definition": "[ab]{3,5}"}
+@pytest.mark.parametrize(
+    ("syntax", "definition"),
+    [("regex", "[ab]{3,5}"), ("lark", 'start: letter~3 letter~0..2\nletter: "a" | /b/\n')],
+)
+def test_a_custom_tool_takes_text(server: Served, syntax: str, definition: str) -> None:
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
     body = {
         "model": "tiny", "input": "go", "temperature": 1, "seed": 3,
         "tools": [{"type": "custom", "name": "shell", "format": form}],
@@ -416,7 +420,8 @@ def test_errors_are_typed(client: openai.OpenAI, server: Served) -> None:
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": [{"type": "custom", "name": "p", "format": {
-            "type": "grammar", "syntax": "lark", "definition": "start: /a/"}}]}, "tools.0.format"),
+            "type": "grammar", "syntax": "lark", "definition": 'start: "(" start? ")"'}}]},
+         "tools.0.format"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.json_schema"),
         ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
         ({"include": ["everything"]}, "include"),

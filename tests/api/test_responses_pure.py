@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from coterie.api.dialect import CallerInfo, CollectedAnswer
 from coterie.api.openai.parse import parse_chat
 from coterie.api.openai.types import ChatBody
 from coterie.api.responses.kept import KeptResponses, stored_items
+from coterie.api.responses.lark_regex import NoPattern, lark_pattern
 from coterie.api.responses.parse import parse_response
 from coterie.api.responses.render import (
     ResponseShape,
@@ -176,6 +178,58 @@ def test_references_are_bounded(tmp_path: Path) -> None:
     assert asyncio.run(refer(5)) == 5
     with pytest.raises(RequestTooLarge):
         asyncio.run(refer(20))
+
+
+# as Codex describes the input of its patch tool
+PATCH = r"""
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | delete_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+delete_hunk: "*** Delete File: " filename LF
+update_hunk: "*** Update File: " filename LF change_move? change?
+
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+
+change_move: "*** Move to: " filename LF
+change: (change_context | change_line)+ eof_line?
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+eof_line: "*** End of File" LF
+
+%import common.LF
+"""
+
+
+def test_a_lark_grammar_without_recursion_is_a_pattern() -> None:
+    pattern = lark_pattern(PATCH)
+    begin, end = "*** Begin Patch\n", "*** End Patch\n"
+    update = "*** Update File: a.py\n@@ def f\n-x = 1\n+x = 2\n"
+    added = "*** Add File: b.py\n+y = 3\n"
+    for body in (update, added, update + added, "*** Delete File: a\n", added * 3):
+        assert re.fullmatch(pattern, begin + body + end), body
+        assert re.fullmatch(pattern, begin + body + end.strip())
+    for wrong in (begin + end, update, begin + update, begin + "x\n" + end):
+        assert not re.fullmatch(pattern, wrong), wrong
+    shown = {
+        'start: "a".."f"~2..3': "(?:[a-f]){2,3}",
+        'start: /a\\/b/i | ["x"]\n  | "//" // a comment': "(?:(?i:a/b)|(?:x)?|//)",
+        'start.2: _n "\\n\\x41\\d(" \n_n: INT\n%import common (INT)': r"[0-9]+\nA\\d\(",
+    }
+    for grammar, expected in shown.items():
+        assert lark_pattern(grammar) == expected, grammar
+    doubled = "\n".join(f"r{at}: r{at + 1} r{at + 1}" for at in range(30))
+    for bad in (
+        "", "start", "start: lost", "start: start", 'start: ("a"', 'start: "a" )', 'start: "a"~999',
+        '%ignore " "\nstart: "a"', 'start: "a"\nstart: "b"', "start: " + "(" * 999,
+        "start: " * 9999,
+        f'start: r0\n{doubled}\nr30: "a"', "\n".join(f"r{at}: /a/" for at in range(999)),
+    ):  # fmt: skip
+        with pytest.raises(NoPattern):
+            lark_pattern(bad)
 
 
 def test_an_item_keeps_its_type() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from coterie.api.responses.lark_regex import NoPattern, lark_pattern
 from coterie.api.responses.types import (
     ChosenResponseTool,
     InnerTool,
@@ -115,15 +116,14 @@ def _custom_schema(form: dict[str, Any] | None, where: str) -> dict[str, Any]:
     text: dict[str, Any] = {"type": "string"}
     kind = "text" if form is None else form.get("type")
     if kind == "grammar" and form is not None:
-        if form.get("syntax") != "regex":
-            raise UnsupportedFeature(
-                f"{where}: the input of a tool can be held to a regex, not to a Lark grammar; "
-                "make it a function with a JSON schema",
-                param=where,
-            )
-        if not isinstance(form.get("definition"), str):
+        definition = form.get("definition")
+        if not isinstance(definition, str):
             raise InvalidRequest(f"{where}.definition: must be a text", param=where)
-        text["pattern"] = f"^(?:{form['definition']})$"
+        if form.get("syntax") not in ("regex", "lark"):
+            raise InvalidRequest(f"{where}.syntax: must be regex or lark", param=where)
+        if form["syntax"] == "lark":
+            definition = _pattern(definition, where)
+        text["pattern"] = f"^(?:{definition})$"
     elif kind != "text":
         raise InvalidRequest(f"{where}.type: must be text or grammar", param=where)
     return {
@@ -132,6 +132,17 @@ def _custom_schema(form: dict[str, Any] | None, where: str) -> dict[str, Any]:
         "required": ["input"],
         "additionalProperties": False,
     }
+
+
+def _pattern(grammar: str, where: str) -> str:
+    try:
+        return lark_pattern(grammar)
+    except NoPattern as error:
+        raise UnsupportedFeature(
+            f"{where}: a tool's input can be held to a regex, or to a Lark grammar that can be "
+            f"written as one; here, {error}",
+            param=where,
+        ) from None
 
 
 def custom_input(arguments: str) -> str:
