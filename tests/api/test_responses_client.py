@@ -38,8 +38,8 @@ from tests.helpers.serving.server_process import KEYS, Served
 ASK: dict[str, Any] = {"model": "tiny", "input": "hello there", "temperature": 0}
 TOOLS: list[Any] = [{"type": "function", "strict": False, **WEATHER}]
 PATH = "/v1/responses"
-# a list in a list, 960 deep
-DEEP: Any = json.loads("[" * 960 + "]" * 960)
+# a list in a list, 300 deep
+DEEP: Any = json.loads("[" * 300 + "]" * 300)
 
 
 @pytest.fixture(scope="module")

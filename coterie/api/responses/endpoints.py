@@ -135,8 +135,9 @@ class ResponsesDialect:
         refuse_fields_here(body.model_extra)
         tenant = exchange_of(request.scope).tenant
         history = await self.kept.history(body, tenant)
-        body = await self.kept.with_references(body, tenant)
-        chat = prompt_of(body, response_tools(body), history)
+        whole_body = await self.kept.with_references(body, tenant)
+        size = _size(request, is_larger=bool(history) or whole_body is not body)
+        chat = await aside(size, lambda: prompt_of(whole_body, response_tools(whole_body), history))
         specialist = self.service.resolve(RouteHints(body.model), chat)
         ids = await self.service.tokenise(specialist, chat)
         counted = {"object": "response.input_tokens", "input_tokens": len(ids)}
@@ -149,10 +150,7 @@ class ResponsesDialect:
         is_kept = self._is_kept(body)
         history = await self.kept.history(body, exchange.tenant)
         whole_body = await self.kept.with_references(body, exchange.tenant)
-        length = request.headers.get("content-length", "")
-        size = int(length) if length.isdigit() else MAX_INLINE_BYTES + 1
-        # kept items may be larger than the body that refers to them
-        size += MAX_INLINE_BYTES * (whole_body is not body)
+        size = _size(request, is_larger=whole_body is not body)
         body = whole_body
         read = partial(parse_response, body, caller, new_id("resp_"), history)
         found = await aside(size + MAX_INLINE_BYTES * bool(history), read)
@@ -227,6 +225,13 @@ class ResponsesDialect:
         find = partial(self.kept.find, response["id"], tenant)
         follow = partial(self.jobs.follow, response["id"], tenant)
         return BackgroundEvents(response, find, follow, after, exchange)
+
+
+def _size(request: Request, *, is_larger: bool) -> int:
+    """About how large the input is; `is_larger` than the body, which refers to kept items."""
+    length = request.headers.get("content-length", "")
+    size = int(length) if length.isdigit() else MAX_INLINE_BYTES + 1
+    return size + MAX_INLINE_BYTES * is_larger
 
 
 # the fields that say which tools there are

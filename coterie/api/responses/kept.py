@@ -225,16 +225,17 @@ class KeptResponses:
             if job.active:
                 status = IN_PROGRESS if job.status == job_states.PROCESSING else QUEUED
                 return fields | {"status": status}
-            ended = await self._ended(fields, _decode_open(row.request), job)
+            ended = await self._ended(fields, row.request, job)
         ids = [item["id"] for item in ended["output"]]
         if await self._store.finish(replace(row, response=encode(ended), request=None), ids):
             return ended
         # another request was first
         return _decode_fields((await self._row(row.id, row.tenant)).response)
 
-    async def _ended(self, fields: ResponseFields, open_: OpenRequest, job: Job) -> ResponseFields:
+    async def _ended(self, fields: ResponseFields, request: bytes, job: Job) -> ResponseFields:
         if job.result is not None:
-            return await aside(len(job.text), self._answered, fields, open_, job.result)
+            size = len(request) + len(job.text)
+            return await aside(size, self._answered, fields, _decode_open(request), job.result)
         if job.status == job_states.CANCELLED or job.error is None:
             return fields | {"status": CANCELLED}
         error = from_code(job.error.code, job.error.message)
