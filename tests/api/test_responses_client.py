@@ -261,6 +261,11 @@ def test_tools_of_other_kinds(taught_server: Served) -> None:
         ).output
         assert (call.type, call.name, call.namespace) == ("function_call", "weather", "sky")
         assert "city" in json.loads(call.arguments)
+    # an item may bring it
+    more = {"type": "additional_tools", "role": "developer", "tools": [tools[1]]}
+    brought = forced | {"tools": tools[:1], "input": [more, {"role": "user", "content": "go"}]}
+    same = checked_response(taught_server.post(PATH, brought | {"max_output_tokens": 200}))
+    assert same.output[0].arguments == call.arguments and same.output[0].namespace == "sky"
     # its result finds the call again
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "fine"}
     items = [{"role": "user", "content": "go"}, call.to_dict(), result]

@@ -182,7 +182,11 @@ def test_background_events(client: openai.OpenAI, server: Served) -> None:
 def test_a_background_answer_has_its_calls(caller: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "tiny", "tools": TOOLS, "temperature": 0}
     whole: Any = caller.responses.create(**asked, input=ONE)
-    found = ended(caller, caller.responses.create(**asked, input=ONE, background=True))
+    # an item brings the tools, and holds for the responses that go on
+    more: Any = {"type": "additional_tools", "role": "developer", "tools": TOOLS}
+    del asked["tools"]
+    items: list[Any] = [more, {"role": "user", "content": ONE}]
+    found = ended(caller, caller.responses.create(**asked, input=items, background=True))
     assert found.status == "completed"
     assert [item.type for item in found.output] == ["message", "function_call"]
     assert found.output[1].arguments == whole.output[1].arguments
@@ -194,6 +198,8 @@ def test_a_background_answer_has_its_calls(caller: openai.OpenAI) -> None:
         **asked, input=[output], previous_response_id=found.id, background=True
     )
     assert ended(caller, second).output_text == DONE
+    listed: list[Any] = list(caller.responses.input_items.list(second.id, order="asc"))
+    assert (listed[0].type, listed[0].tools[0].name) == ("additional_tools", "weather")
 
 
 def test_a_background_response_is_cancelled(client: openai.OpenAI, server: Served) -> None:

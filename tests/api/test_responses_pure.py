@@ -162,7 +162,8 @@ def test_references_are_bounded(tmp_path: Path) -> None:
 
     async def refer(count: int) -> int:
         store = ResponseStore(tmp_path / "responses.db", ResponseSettings())
-        kept = KeptResponses(Any, store, Any, 10_000)
+        nobody: Any = None
+        kept = KeptResponses(nobody, store, nobody, 10_000)
         try:
             await kept.keep(response, [], "a", 0)
             items = [{"type": "item_reference", "id": output["id"]}] * count

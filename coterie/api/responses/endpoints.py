@@ -137,7 +137,9 @@ class ResponsesDialect:
         history = await self.kept.history(body, tenant)
         whole_body = await self.kept.with_references(body, tenant)
         size = _size(request, is_larger=bool(history) or whole_body is not body)
-        chat = await aside(size, lambda: prompt_of(whole_body, response_tools(whole_body), history))
+        chat = await aside(
+            size, lambda: prompt_of(whole_body, response_tools(whole_body, history), history)
+        )
         specialist = self.service.resolve(RouteHints(body.model), chat)
         ids = await self.service.tokenise(specialist, chat)
         counted = {"object": "response.input_tokens", "input_tokens": len(ids)}
@@ -200,6 +202,7 @@ class ResponsesDialect:
         response = shape.response(QUEUED)
         items = await aside(received.size, stored_items, received.body)
         told = received.body.model_dump(include=_TOOL_FIELDS, exclude_unset=True)
+        told["tools"] = [tool.fields() for tool in received.tools.given]
         opened = OpenRequest(told, specialist, syntax.thought)
         await self.kept.open(response, items, received.tenant, opened)
         try:
@@ -235,7 +238,7 @@ def _size(request: Request, *, is_larger: bool) -> int:
 
 
 # the fields that say which tools there are
-_TOOL_FIELDS = {"tools", "tool_choice", "parallel_tool_calls"}
+_TOOL_FIELDS = {"tool_choice", "parallel_tool_calls"}
 
 
 def _named(error: BaseException, parsed: ParsedRequest) -> BaseException:

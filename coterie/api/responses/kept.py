@@ -60,6 +60,7 @@ _ITEM_IDS = {
     "custom_tool_call": "ctc_",
     "custom_tool_call_output": "ctco_",
     "reasoning": "rs_",
+    "additional_tools": "at_",
 }
 _decode_items = msgspec.json.Decoder(list[dict[str, Any]]).decode
 _decode_fields = msgspec.json.Decoder(dict[str, Any]).decode

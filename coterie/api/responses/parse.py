@@ -25,7 +25,12 @@ from coterie.api.openai.parse import (
     users_of,
 )
 from coterie.api.response_format import response_format_of, vendor_format_of
-from coterie.api.responses.tools import ResponseTools, response_tools, shown_name
+from coterie.api.responses.tools import (
+    ADDITIONAL_TOOLS,
+    ResponseTools,
+    response_tools,
+    shown_name,
+)
 from coterie.api.responses.types import ResponseBody, ResponseItem, ResponsePrompt
 from coterie.api.tools.base import MAX_TOOLS_BYTES, check_results, with_tools
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
@@ -51,8 +56,9 @@ INCLUDABLE = frozenset(
         "code_interpreter_call.outputs",
     }
 )  # fmt: skip
-# items without text that a model could read: earlier thoughts are not part of a prompt on any API
-_UNREAD = (REASONING, "web_search_call")
+# items without text that a model could read: earlier thoughts are not part of a prompt on any API,
+# and tools are told as all others
+_UNREAD = (REASONING, "web_search_call", ADDITIONAL_TOOLS)
 # fields that would change the answer and are not honoured on this API -> what to do instead
 NOT_HERE = {
     "conversation": "conversations are kept by previous_response_id",
@@ -96,7 +102,7 @@ def parse_response(
 ) -> ParsedResponse:
     """`history`: the items of the conversation before the body's own."""
     _refuse(body)
-    tools = response_tools(body)
+    tools = response_tools(body, history)
     answer_format, field = _format(body)
     request = InferenceRequest(
         id=request_id,

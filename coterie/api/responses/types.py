@@ -58,23 +58,6 @@ class ResponsePart(ContentPart):
     model_config = ConfigDict(extra="allow")
 
 
-class ResponseItem(_KeptObject):
-    """One item of the input. `parse.py` says which types are read, skipped or refused."""
-
-    # a message may leave it out
-    type: str | None = Field(None, max_length=64)
-    id: ItemId | None = None
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[ResponsePart] | None = None
-    # calls of tools, and their results
-    call_id: ItemId | None = Field(None, min_length=1)
-    name: ItemId | None = None
-    namespace: ItemId | None = None
-    arguments: str | None = None
-    input: str | None = None
-    output: str | list[ResponsePart] | None = None
-
-
 class InnerTool(_KeptObject):
     """A function or a custom tool inside a namespace."""
 
@@ -90,6 +73,25 @@ class InnerTool(_KeptObject):
 class ResponseTool(InnerTool):
     # of a namespace
     tools: Annotated[list[InnerTool], Field(max_length=MAX_TOOLS)] | None = None
+
+
+class ResponseItem(_KeptObject):
+    """One item of the input. `parse.py` says which types are read, skipped or refused."""
+
+    # a message may leave it out
+    type: str | None = Field(None, max_length=64)
+    id: ItemId | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[ResponsePart] | None = None
+    # calls of tools, and their results
+    call_id: ItemId | None = Field(None, min_length=1)
+    name: ItemId | None = None
+    namespace: ItemId | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: str | list[ResponsePart] | None = None
+    # more tools, beside those of the body
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
 
 
 class ChosenResponseTool(RequestBody):
