@@ -125,8 +125,10 @@ def create_app(
     seconds = pipeline.registry.histogram("coterie_reception_seconds")
     body_reader = InferBodyReader(UserRate(server.user_rate), seconds)
     page = DashboardEndpoints(pipeline.dashboard, keys, read_page())
-    rows = routes(_endpoints(pipeline, body_reader, server, reloader, page))
+    ends = _endpoints(pipeline, body_reader, server, reloader, page)
+    rows = routes(ends)
     add_routes(app, rows)
+    pipeline.responses.connect(ends.responses.kept.settle)
     # the requests of batches are answered by the same endpoints
     pipeline.batches.connect(EndpointCalls(app, rows, server.max_body_bytes))
     # the gRPC server uses the same ones

@@ -38,6 +38,8 @@ from tests.helpers.serving.server_process import KEYS, Served
 ASK: dict[str, Any] = {"model": "tiny", "input": "hello there", "temperature": 0}
 TOOLS: list[Any] = [{"type": "function", "strict": False, **WEATHER}]
 PATH = "/v1/responses"
+# a list in a list, 300 deep
+DEEP: Any = json.loads("[" * 300 + "]" * 300)
 
 
 @pytest.fixture(scope="module")
@@ -259,14 +261,23 @@ def test_tools_of_other_kinds(taught_server: Served) -> None:
         ).output
         assert (call.type, call.name, call.namespace) == ("function_call", "weather", "sky")
         assert "city" in json.loads(call.arguments)
+    # an item may bring it
+    more = {"type": "additional_tools", "role": "developer", "tools": [tools[1]]}
+    brought = forced | {"tools": tools[:1], "input": [more, {"role": "user", "content": "go"}]}
+    same = checked_response(taught_server.post(PATH, brought | {"max_output_tokens": 200}))
+    assert same.output[0].arguments == call.arguments and same.output[0].namespace == "sky"
     # its result finds the call again
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "fine"}
     items = [{"role": "user", "content": "go"}, call.to_dict(), result]
     assert taught_server.post(PATH, body | {"input": items}).status == 200
 
 
-def test_a_custom_tool_takes_text(server: Served) -> None:
-    form = {"type": "grammar", "syntax": "regex", "definition": "[ab]{3,5}"}
+@pytest.mark.parametrize(
+    ("syntax", "definition"),
+    [("regex", "[ab]{3,5}"), ("lark", 'start: letter~3 letter~0..2\nletter: "a" | /b/\n')],
+)
+def test_a_custom_tool_takes_text(server: Served, syntax: str, definition: str) -> None:
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
     body = {
         "model": "tiny", "input": "go", "temperature": 1, "seed": 3,
         "tools": [{"type": "custom", "name": "shell", "format": form}],
@@ -414,13 +425,20 @@ def test_errors_are_typed(client: openai.OpenAI, server: Served) -> None:
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": [{"type": "custom", "name": "p", "format": {
-            "type": "grammar", "syntax": "lark", "definition": "start: /a/"}}]}, "tools.0.format"),
+            "type": "grammar", "syntax": "lark", "definition": 'start: "(" start? ")"'}}]},
+         "tools.0.format"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.json_schema"),
         ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
         ({"include": ["everything"]}, "include"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_tokens": 5}, "max_tokens"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"input": [{"role": "user", "content": [
+            {"type": "input_text", "text": "x", "of": DEEP}]}]}, "input.0"),
+        ({"tools": [{"type": "web_search", "parameters": {"of": DEEP}}]}, "tools.0"),
+        ({"tool_choice": {"type": "mcp", "of": DEEP}}, "tool_choice"),
         ({"n": 2}, "n"),
         ({"metadata": {str(at): "x" for at in range(17)}}, "metadata"),
         ({"conversation": "conv_1"}, "conversation"),

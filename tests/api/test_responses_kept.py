@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,11 @@ def test_background_events(client: openai.OpenAI, server: Served) -> None:
 def test_a_background_answer_has_its_calls(caller: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "tiny", "tools": TOOLS, "temperature": 0}
     whole: Any = caller.responses.create(**asked, input=ONE)
-    found = ended(caller, caller.responses.create(**asked, input=ONE, background=True))
+    # an item brings the tools, and holds for the responses that go on
+    more: Any = {"type": "additional_tools", "role": "developer", "tools": TOOLS}
+    del asked["tools"]
+    items: list[Any] = [more, {"role": "user", "content": ONE}]
+    found = ended(caller, caller.responses.create(**asked, input=items, background=True))
     assert found.status == "completed"
     assert [item.type for item in found.output] == ["message", "function_call"]
     assert found.output[1].arguments == whole.output[1].arguments
@@ -193,6 +198,8 @@ def test_a_background_answer_has_its_calls(caller: openai.OpenAI) -> None:
         **asked, input=[output], previous_response_id=found.id, background=True
     )
     assert ended(caller, second).output_text == DONE
+    listed: list[Any] = list(caller.responses.input_items.list(second.id, order="asc"))
+    assert (listed[0].type, listed[0].tools[0].name) == ("additional_tools", "weather")
 
 
 def test_a_background_response_is_cancelled(client: openai.OpenAI, server: Served) -> None:
@@ -280,6 +287,25 @@ def test_responses_outlive_a_killed_server(tmp_path: Path) -> None:
             assert more.previous_response_id == kept["id"]
     finally:
         second.stop()
+
+
+@pytest.mark.full
+def test_an_end_is_written_though_nobody_asks(tmp_path: Path) -> None:
+    """A job is kept for less long than its response."""
+    home = own_home(tmp_path / "home")
+    served = Served(str(tiny_checkpoint("llama")), "--name", "tiny", COTERIE_HOME=str(home))
+    try:
+        made = served.post(PATH, ASK | {"max_output_tokens": 4, "background": True}).json["id"]
+        deadline = time.monotonic() + 90
+        with sqlite3.connect(home / "state" / "responses.db") as db:
+            while db.execute("SELECT 1 FROM responses WHERE request IS NOT NULL").fetchall():
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+        assert served.send("DELETE", f"/v1/jobs/{made}", None).status == 200
+        found = served.get(f"{PATH}/{made}").json
+        assert (found["status"], found["usage"]["output_tokens"]) == ("incomplete", 4)
+    finally:
+        served.stop()
 
 
 @pytest.mark.full

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,8 @@ from coterie.api.body import check
 from coterie.api.dialect import CallerInfo, CollectedAnswer
 from coterie.api.openai.parse import parse_chat
 from coterie.api.openai.types import ChatBody
+from coterie.api.responses.kept import KeptResponses, stored_items
+from coterie.api.responses.lark_regex import NoPattern, lark_pattern
 from coterie.api.responses.parse import parse_response
 from coterie.api.responses.render import (
     ResponseShape,
@@ -24,9 +29,12 @@ from coterie.api.responses.render import (
 from coterie.api.responses.tools import CalledName, ResponseTools
 from coterie.api.responses.types import ResponseBody
 from coterie.api.tools.read import AnswerSyntax, CallMarks
+from coterie.core.errors import RequestTooLarge
 from coterie.core.events import Delta, Event, Finished, Started, Timings, Usage
 from coterie.core.request import Chat
+from coterie.core.settings import ResponseSettings
 from coterie.models.text.tool_format import FORMATS
+from coterie.service.responses.store import ResponseStore
 from tests.helpers.serving.response_events import KINDS
 from tests.helpers.serving.server_process import frames
 
@@ -132,6 +140,107 @@ def test_a_conversation_is_the_same_prompt_in_three_dialects(seed: int) -> None:
     assert response.request.sampling == chat.request.sampling
 
 
+def test_a_system_message_alone_is_a_conversation() -> None:
+    """As on the other API. A schema may be as deep as a tool's."""
+    turns = [{"role": "developer", "content": "Say hello."}]
+    chat = parse_chat(check(ChatBody, {"model": "m", "messages": turns}), CALLER, "c")
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(25):
+        deep = {"type": "object", "properties": {"a": deep}}
+    form = {"type": "json_schema", "name": "x", "schema": deep}
+    body = check(ResponseBody, {"model": "m", "input": turns, "text": {"format": form}})
+    response = parse_response(body, CALLER, "resp_1", []).parsed.request
+    assert response.prompt == chat.request.prompt
+    assert response.response_format is not None
+
+
+def test_references_are_bounded(tmp_path: Path) -> None:
+    """A short body can refer often to a long item."""
+    output = {"id": "msg_1", **stored_items(check(ResponseBody, {"model": "m", "input": "x"}))[0]}
+    output["content"][0]["text"] = "long " * 200
+    response = {"id": "resp_1", "previous_response_id": None, "output": [output]}
+
+    async def refer(count: int) -> int:
+        store = ResponseStore(tmp_path / "responses.db", ResponseSettings())
+        nobody: Any = None
+        kept = KeptResponses(nobody, store, nobody, 10_000)
+        try:
+            await kept.keep(response, [], "a", 0)
+            items = [{"type": "item_reference", "id": output["id"]}] * count
+            body = await kept.with_references(
+                check(ResponseBody, {"model": "m", "input": items}), "a"
+            )
+            assert isinstance(body.input, list)
+            return len(body.input)
+        finally:
+            await store.close()
+            (tmp_path / "responses.db").unlink()
+
+    assert asyncio.run(refer(5)) == 5
+    with pytest.raises(RequestTooLarge):
+        asyncio.run(refer(20))
+
+
+# as Codex describes the input of its patch tool
+PATCH = r"""
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | delete_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+delete_hunk: "*** Delete File: " filename LF
+update_hunk: "*** Update File: " filename LF change_move? change?
+
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+
+change_move: "*** Move to: " filename LF
+change: (change_context | change_line)+ eof_line?
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+eof_line: "*** End of File" LF
+
+%import common.LF
+"""
+
+
+def test_a_lark_grammar_without_recursion_is_a_pattern() -> None:
+    pattern = lark_pattern(PATCH)
+    begin, end = "*** Begin Patch\n", "*** End Patch\n"
+    update = "*** Update File: a.py\n@@ def f\n-x = 1\n+x = 2\n"
+    added = "*** Add File: b.py\n+y = 3\n"
+    for body in (update, added, update + added, "*** Delete File: a\n", added * 3):
+        assert re.fullmatch(pattern, begin + body + end), body
+        assert re.fullmatch(pattern, begin + body + end.strip())
+    for wrong in (begin + end, update, begin + update, begin + "x\n" + end):
+        assert not re.fullmatch(pattern, wrong), wrong
+    shown = {
+        'start: "a".."f"~2..3': "(?:[a-f]){2,3}",
+        'start: /a\\/b/i | ["x"]\n  | "//" // a comment': "(?:(?i:a/b)|(?:x)?|//)",
+        'start.2: _n "\\n\\x41\\d(" \n_n: INT\n%import common (INT)': r"[0-9]+\nA\\d\(",
+    }
+    for grammar, expected in shown.items():
+        assert lark_pattern(grammar) == expected, grammar
+    doubled = "\n".join(f"r{at}: r{at + 1} r{at + 1}" for at in range(30))
+    for bad in (
+        "", "start", "start: lost", "start: start", 'start: ("a"', 'start: "a" )', 'start: "a"~999',
+        '%ignore " "\nstart: "a"', 'start: "a"\nstart: "b"', "start: " + "(" * 999,
+        "start: " * 9999,
+        f'start: r0\n{doubled}\nr30: "a"', "\n".join(f"r{at}: /a/" for at in range(999)),
+    ):  # fmt: skip
+        with pytest.raises(NoPattern):
+            lark_pattern(bad)
+
+
+def test_an_item_keeps_its_type() -> None:
+    """Some clients give calls a role."""
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    items = [{"role": "user", "content": "x"}, call | {"role": "assistant"}]
+    shown = stored_items(check(ResponseBody, {"model": "m", "input": items}))
+    assert [item["type"] for item in shown] == ["message", "function_call"]
+
+
 TOOLS = ResponseTools(
     None,
     {
@@ -200,6 +309,8 @@ def test_streams_say_what_whole_answers_say(seed: int) -> None:
         "previous_response_id": None,
     }  # fmt: skip
     shape = ResponseShape("resp_1", repeated, TOOLS, syntax=SYNTAX)
+    # another specialist took the request
+    shape.model = "other"
     stream, collected = ResponseStream(shape), CollectedAnswer(1)
     raw = b""
     for event in events:
@@ -211,6 +322,7 @@ def test_streams_say_what_whole_answers_say(seed: int) -> None:
     assert [data["sequence_number"] for data in told] == list(range(len(told)))
     final = told[-1]["response"]
     assert shown(final["output"]) == items
+    assert {data["response"]["model"] for data in told if "response" in data} == {"other"}
     done = [data["item"] for data in told if data["type"] == "response.output_item.done"]
     assert done == final["output"]
     assert final["status"] == ("completed" if reason == "stop" else "incomplete")

@@ -69,7 +69,12 @@ def servers() -> Iterator[dict[str, str]]:
     running: list[Served] = []
     try:
         running.append(Served("--encoder", ENCODER, "--encoder", "static"))
-        long = Served(str(model), "--name", LONG_MODEL, "--context", str(LONG_CONTEXT))
+        config = model / "coterie.toml"
+        config.write_text(f'[aliases]\n"gpt-*" = "{LONG_MODEL}"\n')
+        long = Served(
+            *(str(model), "--name", LONG_MODEL, "--context", str(LONG_CONTEXT)),
+            *("--config", str(config)),
+        )
         running.append(long)
         default = json.loads(running[0].get("/v1/models").body)["data"]
         yield {name: os.environ[name] for name in KEPT if name in os.environ} | {
@@ -129,8 +134,9 @@ def run(client: Client, environment: dict[str, str]) -> Iterator[Row]:
     if done.returncode != 0:
         said = f"failed: exit status {done.returncode}: {done.stderr[-1500:]}"
         yield Row(client.name, client.version, "-", said)
-    if client.name in AGENTS:
-        yield from run_turns(AGENTS[client.name])
+    for agent in AGENTS.values():
+        if agent.client is client:
+            yield from run_turns(agent)
 
 
 def run_turns(agent: Agent) -> Iterator[Row]:
@@ -143,7 +149,7 @@ def run_turns(agent: Agent) -> Iterator[Row]:
                     result = "works: " + getattr(turns, name)()
                 except (AssertionError, subprocess.TimeoutExpired) as error:
                     result = f"failed: {error}"
-                tried = f"turn with tools, {name} (scripted model)"
+                tried = f"turn with tools, {name} (scripted model, as {agent.model})"
                 yield Row(agent.client.name, agent.client.version, tried, result)
         finally:
             turns.close()

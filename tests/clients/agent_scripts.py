@@ -45,16 +45,29 @@ def claude_code_script(repository: Path) -> list[ScriptedAnswer]:
     ]
 
 
+REMOVED = "".join(f"-{line}\n" for line in WRONG.splitlines())
+ADDED = "".join(f"+{line}\n" for line in RIGHT.splitlines())
+PATCH = f"*** Begin Patch\n*** Update File: {FILE}\n@@\n{REMOVED}{ADDED}*** End Patch"
+SHELL = "exec_command"
+
+
 def codex_script(_: Path) -> list[ScriptedAnswer]:
-    removed = "".join(f"-{line}\n" for line in WRONG.splitlines())
-    added = "".join(f"+{line}\n" for line in RIGHT.splitlines())
-    patch = f"*** Begin Patch\n*** Update File: {FILE}\n@@\n{removed}{added}*** End Patch"
-    shell = "exec_command"
+    """The patch is a command of the shell."""
+    command = {"cmd": f"apply_patch <<'EOF'\n{PATCH}\nEOF"}
+    return _by_shell(ScriptedAnswer("There is the misspelt word.", SHELL, command))
+
+
+def codex_patch_script(_: Path) -> list[ScriptedAnswer]:
+    """The patch is the input of a tool that takes text, held to a grammar."""
+    fixed = ("*** Begin Patch\n*** Update File: ", "*** End Patch")
+    spoken = "There is the misspelt word."
+    return _by_shell(ScriptedAnswer(spoken, "apply_patch", {"input": PATCH}, fixed))
+
+
+def _by_shell(edit: ScriptedAnswer) -> list[ScriptedAnswer]:
     return [
-        ScriptedAnswer("I read the program first.", shell, {"cmd": f"cat {FILE}"}),
-        ScriptedAnswer(
-            "There is the misspelt word.", shell, {"cmd": f"apply_patch <<'EOF'\n{patch}\nEOF"}
-        ),
-        ScriptedAnswer("Now I run it.", shell, {"cmd": f"python3 {FILE}"}),
+        ScriptedAnswer("I read the program first.", SHELL, {"cmd": f"cat {FILE}"}),
+        edit,
+        ScriptedAnswer("Now I run it.", SHELL, {"cmd": f"python3 {FILE}"}),
         ScriptedAnswer(DONE),
     ]

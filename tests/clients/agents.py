@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.clients.agent_scripts import (
     TASK,
     UNTOOLED,
     claude_code_script,
+    codex_patch_script,
     codex_script,
     scratch_repository,
 )
@@ -37,6 +39,8 @@ from tests.helpers.models.scripted import ScriptedAnswer, scripted_checkpoint
 from tests.helpers.serving.server_process import Served
 
 MODEL = "scripted"
+# a name in the list of models that Codex brings
+KNOWN = "gpt-5.5"
 CONTEXT = 100_000
 TURN_S = 240
 # tokens of the edit's answer that must have been said before something happens to it
@@ -68,6 +72,8 @@ class Agent:
     run: Callable[[Path, str], tuple[list[str], dict[str, str]]]
     # what it prints for a piece of a call's arguments; None if it prints whole calls alone
     delta: str | None = None
+    # the name by which the scripted model is served
+    model: str = MODEL
 
 
 def claude_code(_: Path, url: str) -> tuple[list[str], dict[str, str]]:
@@ -89,8 +95,8 @@ def claude_code(_: Path, url: str) -> tuple[list[str], dict[str, str]]:
     return [program("claude-code", "claude"), *words, *shown], own
 
 
-def codex(home: Path, url: str) -> tuple[list[str], dict[str, str]]:
-    text = CODEX_SETTINGS.format(model=MODEL, url=url, context=CONTEXT)
+def codex(home: Path, url: str, model: str = MODEL) -> tuple[list[str], dict[str, str]]:
+    text = CODEX_SETTINGS.format(model=model, url=url, context=CONTEXT)
     (home / "config.toml").write_text(text)
     return [program("codex", "codex"), "exec", "--json", TASK], {"CODEX_HOME": str(home)}
 
@@ -108,6 +114,14 @@ AGENTS = {
         named("claude-code"), "/v1/messages", claude_code_script, claude_code, "input_json_delta"
     ),
     "codex": Agent(named("codex"), "/v1/responses", codex_script, codex),
+    # a model whose name it knows is given a tool for patches
+    "codex-patch": Agent(
+        named("codex"),
+        "/v1/responses",
+        codex_patch_script,
+        partial(codex, model=KNOWN),
+        model=KNOWN,
+    ),
 }
 
 
@@ -124,7 +138,7 @@ class AgentTurns:
         script = agent.script(self.repository)
         model = scripted_checkpoint(folder / "model", script, UNTOOLED)
         self.num_answers = len(script)
-        self.served = Served(str(model), "--name", MODEL, "--context", str(CONTEXT))
+        self.served = Served(str(model), "--name", agent.model, "--context", str(CONTEXT))
 
     def close(self) -> None:
         self.served.stop()

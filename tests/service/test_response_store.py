@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coterie.core.errors import Unavailable
+from coterie.core.errors import RequestTooLarge, Unavailable
 from coterie.core.settings import ResponseSettings
 from coterie.service.responses import store as responses
 from coterie.service.responses.store import ResponseStore, ResponseTable, StoredResponse
@@ -32,10 +32,11 @@ def test_a_row_belongs_to_its_tenant(tmp_path: Path) -> None:
     table.add(row("r1"), ["m1"], 0.0)
     assert table.find("r1", "a") == row("r1")
     assert table.find("r1", "b") is None
-    assert table.holder("m1", "b") is None and table.holder("m1", "a") == row("r1")
+    assert table.answers_with(["m1"], "b", 10**6) == []
+    assert table.answers_with(["m1"], "a", 10**6) == [row("r1").response]
     assert table.chain("r1", "b", 10**6, 0.0) is None
     assert not table.remove("r1", "b") and table.remove("r1", "a")
-    assert table.holder("m1", "a") is None
+    assert table.answers_with(["m1"], "a", 10**6) == []
     # the text is gone from the file, too
     table.close()
     for name in ("responses.db", "responses.db-wal"):
@@ -101,7 +102,67 @@ def test_the_end_of_an_open_response_is_written_once(tmp_path: Path) -> None:
     assert table.finish(done, ["m1"], 1.0)
     assert not table.finish(StoredResponse("r1", "a", None, b"[]", b"again"), ["m2"], 2.0)
     assert table.find("r1", "a") == done
-    assert table.holder("m1", "a") == done and table.holder("m2", "a") is None
+    assert table.answers_with(["m1"], "a", 10**6) == [done.response]
+    assert table.answers_with(["m2"], "a", 10**6) == []
+
+
+def test_answers_are_read_once_and_within_a_bound(tmp_path: Path) -> None:
+    table = table_in(tmp_path)
+    for number in range(6):
+        table.add(row(f"r{number}"), [f"m{number}", f"n{number}"], 0.0)
+    ids = [f"{kind}{number}" for kind in "mn" for number in range(6)]
+    assert len(table.answers_with([*ids, *ids, "gone"], "a", 10**6)) == 6
+    # it stops where they are larger than what may be read
+    assert len(table.answers_with(ids, "a", 250)) == 3
+
+
+def open_row(name: str, tenant: str = "a") -> StoredResponse:
+    return StoredResponse(name, tenant, None, b"[]", b"x" * 96, b"{}")
+
+
+def test_what_has_not_ended_goes_last(tmp_path: Path) -> None:
+    table = table_in(tmp_path, 1000)
+    for number in range(5):
+        table.add(open_row(f"o{number}"), [], float(number))
+    for number in range(20):
+        table.add(row(f"r{number}"), [], 10.0 + number)
+    assert table.size() == (10, 1000)
+    assert [one.id for one in table.open(0, 100)] == [f"o{number}" for number in range(5)]
+    assert table.find("r19", "a") is not None
+    # but the bound holds for them too
+    for number in range(5, 20):
+        table.add(open_row(f"o{number}"), [], 40.0 + number)
+    table.trim(60.0)
+    assert table.size() == (10, 1000) and len(table.open(0, 100)) == 10
+
+
+def test_ends_of_open_responses_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pages, each once, whoever asks or does not."""
+    monkeypatch.setattr(responses, "SETTLED_AT_ONCE", 3)
+
+    async def use() -> list[tuple[str, str]]:
+        store = ResponseStore(tmp_path / "responses.db", ResponseSettings(max_bytes=10**6))
+        asked: list[tuple[str, str]] = []
+
+        async def settle(response_id: str, tenant: str) -> None:
+            asked.append((response_id, tenant))
+            done = StoredResponse(response_id, tenant, None, b"[]", b"done")
+            assert await store.finish(done, [])
+
+        store.connect(settle)
+        await store.keep(row("ended"))
+        for number in range(8):
+            await store.add(open_row(f"o{number}", "ab"[number % 2]))
+        await store.sweep()
+        await store.sweep()
+        with pytest.raises(RequestTooLarge):
+            await store.add(row("large", size=10**7))
+        await store.close()
+        return asked
+
+    assert asyncio.run(use()) == [(f"o{number}", "ab"[number % 2]) for number in range(8)]
 
 
 def test_a_damaged_file_costs_no_answer(tmp_path: Path) -> None:

@@ -135,8 +135,11 @@ class ResponsesDialect:
         refuse_fields_here(body.model_extra)
         tenant = exchange_of(request.scope).tenant
         history = await self.kept.history(body, tenant)
-        body = await self.kept.with_references(body, tenant)
-        chat = prompt_of(body, response_tools(body), history)
+        whole_body = await self.kept.with_references(body, tenant)
+        size = _size(request, is_larger=bool(history) or whole_body is not body)
+        chat = await aside(
+            size, lambda: prompt_of(whole_body, response_tools(whole_body, history), history)
+        )
         specialist = self.service.resolve(RouteHints(body.model), chat, tenant)
         ids = await self.service.tokenise(specialist, chat)
         counted = {"object": "response.input_tokens", "input_tokens": len(ids)}
@@ -148,9 +151,9 @@ class ResponsesDialect:
         exchange.model = body.model
         is_kept = self._is_kept(body)
         history = await self.kept.history(body, exchange.tenant)
-        body = await self.kept.with_references(body, exchange.tenant)
-        length = request.headers.get("content-length", "")
-        size = int(length) if length.isdigit() else MAX_INLINE_BYTES + 1
+        whole_body = await self.kept.with_references(body, exchange.tenant)
+        size = _size(request, is_larger=whole_body is not body)
+        body = whole_body
         read = partial(parse_response, body, caller, new_id("resp_"), history)
         found = await aside(size + MAX_INLINE_BYTES * bool(history), read)
         parsed = found.parsed
@@ -171,7 +174,7 @@ class ResponsesDialect:
         name = answering_name(planned.hints, planned.plan)
         shape = _shape(received, name, planned.plan.sampling, syntax)
         parsed = await with_answer_grammar(parsed, planned.tokenizer, syntax)
-        events = tool_events(self.service, parsed, planned, exchange)
+        events = tool_events(self.service, parsed, planned, exchange, shape)
         keep = partial(self._keep, received) if received.is_kept else _unchanged
         if parsed.stream:
             stream = ResponseStream(shape)
@@ -199,6 +202,7 @@ class ResponsesDialect:
         response = shape.response(QUEUED)
         items = await aside(received.size, stored_items, received.body)
         told = received.body.model_dump(include=_TOOL_FIELDS, exclude_unset=True)
+        told["tools"] = [tool.fields() for tool in received.tools.given]
         opened = OpenRequest(told, specialist, syntax.thought)
         await self.kept.open(response, items, received.tenant, opened)
         try:
@@ -226,8 +230,15 @@ class ResponsesDialect:
         return BackgroundEvents(response, find, follow, after, exchange)
 
 
+def _size(request: Request, *, is_larger: bool) -> int:
+    """About how large the input is; `is_larger` than the body, which refers to kept items."""
+    length = request.headers.get("content-length", "")
+    size = int(length) if length.isdigit() else MAX_INLINE_BYTES + 1
+    return size + MAX_INLINE_BYTES * is_larger
+
+
 # the fields that say which tools there are
-_TOOL_FIELDS = {"tools", "tool_choice", "parallel_tool_calls"}
+_TOOL_FIELDS = {"tool_choice", "parallel_tool_calls"}
 
 
 def _named(error: BaseException, parsed: ParsedRequest) -> BaseException:

@@ -1,14 +1,16 @@
 """Responses that are kept: the conversation before a request, and the end of background responses.
 
-A background response is a job with the same id. Its row is open until somebody asks for it after
-the job has ended: then the job's answer is split into items and written.
+A background response is a job with the same id. Its row is open until the job has ended and
+somebody asks for it, or the store looks through its open rows: then the job's answer is split into
+items and written. Jobs are kept for less long than responses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -58,6 +60,7 @@ _ITEM_IDS = {
     "custom_tool_call": "ctc_",
     "custom_tool_call_output": "ctco_",
     "reasoning": "rs_",
+    "additional_tools": "at_",
 }
 _decode_items = msgspec.json.Decoder(list[dict[str, Any]]).decode
 _decode_fields = msgspec.json.Decoder(dict[str, Any]).decode
@@ -105,10 +108,19 @@ class KeptResponses:
             return body
         if len(ids) > MAX_REFERENCES:
             raise InvalidRequest(f"input: at most {MAX_REFERENCES} references", param="input")
-        holders = await self._store.holders(ids, tenant) if self._store.keeps else {}
-        size = sum(row.num_bytes for row in holders.values() if row is not None)
-        kept = await aside(size, _items_by_id, holders.values())
-        return body.model_copy(update={"input": resolved(body.input, kept)})
+        answers: list[bytes] = []
+        if self._store.keeps:
+            answers = await self._store.answers_with(ids, tenant, self._max_bytes)
+        size = sum(map(len, answers))
+        kept = await aside(size, _items_by_id, answers)
+        # one item may be referred to often
+        if size + sum(kept[one].num_bytes for one in ids if one in kept) > self._max_bytes:
+            raise RequestTooLarge(
+                f"the items that input refers to have more than {self._max_bytes} bytes",
+                param="input",
+            )
+        items = {item_id: one.item for item_id, one in kept.items()}
+        return body.model_copy(update={"input": resolved(body.input, items)})
 
     async def keep(
         self, response: ResponseFields, items: Sequence[ResponseFields], tenant: str, size: int
@@ -139,6 +151,16 @@ class KeptResponses:
     async def find(self, response_id: str, tenant: str) -> ResponseFields:
         """The response as it is now."""
         return await self._settled(await self._row(response_id, tenant))
+
+    async def settle(self, response_id: str, tenant: str) -> None:
+        """Write the end of a background response if its job has ended."""
+        try:
+            job = await self._jobs.get(response_id, tenant)
+            if not job.active:
+                await self.find(response_id, tenant)
+        except NotFound:
+            # its job is not written yet, or the response was deleted
+            return
 
     async def delete(self, response_id: str, tenant: str) -> None:
         """Remove it. A background response that has not ended is cancelled first."""
@@ -204,16 +226,17 @@ class KeptResponses:
             if job.active:
                 status = IN_PROGRESS if job.status == job_states.PROCESSING else QUEUED
                 return fields | {"status": status}
-            ended = await self._ended(fields, _decode_open(row.request), job)
+            ended = await self._ended(fields, row.request, job)
         ids = [item["id"] for item in ended["output"]]
         if await self._store.finish(replace(row, response=encode(ended), request=None), ids):
             return ended
         # another request was first
         return _decode_fields((await self._row(row.id, row.tenant)).response)
 
-    async def _ended(self, fields: ResponseFields, open_: OpenRequest, job: Job) -> ResponseFields:
+    async def _ended(self, fields: ResponseFields, request: bytes, job: Job) -> ResponseFields:
         if job.result is not None:
-            return await aside(len(job.text), self._answered, fields, open_, job.result)
+            size = len(request) + len(job.text)
+            return await aside(size, self._answered, fields, _decode_open(request), job.result)
         if job.status == job_states.CANCELLED or job.error is None:
             return fields | {"status": CANCELLED}
         error = from_code(job.error.code, job.error.message)
@@ -276,7 +299,7 @@ def stored_items(body: ResponsePrompt) -> list[ResponseFields]:
 
 def _shown(item: ResponseItem) -> ResponseFields:
     fields = item.fields()
-    if item.role is not None:
+    if item.type is None:
         fields["type"] = "message"
     if isinstance(item.content, str):
         fields["content"] = _parts(item.content, item.role == "assistant")
@@ -303,7 +326,7 @@ def _conversation(rows: Sequence[StoredResponse], last: ResponseFields) -> Itera
 
 
 def _read(items: Iterable[ResponseFields]) -> list[ResponseItem]:
-    read = [ResponseItem.model_validate(item) for item in items]
+    read = [ResponseItem.model_validate(item) for item in islice(items, MAX_MESSAGES + 1)]
     if len(read) > MAX_MESSAGES:
         raise RequestTooLarge(
             f"the conversation has more than {MAX_MESSAGES} items", param="previous_response_id"
@@ -320,9 +343,14 @@ def _input_items(rows: Sequence[StoredResponse]) -> list[ResponseFields]:
     return items
 
 
-def _items_by_id(rows: Iterable[StoredResponse | None]) -> dict[str, ResponseItem]:
-    kept: dict[str, ResponseItem] = {}
-    for row in {row.id: row for row in rows if row is not None}.values():
-        for item in _decode_fields(row.response)["output"]:
-            kept[item["id"]] = ResponseItem.model_validate(item)
-    return kept
+class _KeptItem(NamedTuple):
+    item: ResponseItem
+    num_bytes: int
+
+
+def _items_by_id(answers: Iterable[bytes]) -> dict[str, _KeptItem]:
+    return {
+        item["id"]: _KeptItem(ResponseItem.model_validate(item), len(encode(item)))
+        for answer in answers
+        for item in _decode_fields(answer)["output"]
+    }

@@ -25,7 +25,12 @@ from coterie.api.openai.parse import (
     users_of,
 )
 from coterie.api.response_format import response_format_of, vendor_format_of
-from coterie.api.responses.tools import ResponseTools, response_tools, shown_name
+from coterie.api.responses.tools import (
+    ADDITIONAL_TOOLS,
+    ResponseTools,
+    response_tools,
+    shown_name,
+)
 from coterie.api.responses.types import ResponseBody, ResponseItem, ResponsePrompt
 from coterie.api.tools.base import MAX_TOOLS_BYTES, check_results, with_tools
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
@@ -51,8 +56,9 @@ INCLUDABLE = frozenset(
         "code_interpreter_call.outputs",
     }
 )  # fmt: skip
-# items without text that a model could read: earlier thoughts are not part of a prompt on any API
-_UNREAD = (REASONING, "web_search_call")
+# items without text that a model could read: earlier thoughts are not part of a prompt on any API,
+# and tools are told as all others
+_UNREAD = (REASONING, "web_search_call", ADDITIONAL_TOOLS)
 # fields that would change the answer and are not honoured on this API -> what to do instead
 NOT_HERE = {
     "conversation": "conversations are kept by previous_response_id",
@@ -67,6 +73,7 @@ NOT_HERE = {
     "modalities": "only text can be made here",
     "chat_template": "is honoured on /v1/chat/completions alone",
     "documents": "put them into input",
+    "previous_input_messages": "give previous_response_id, or the items as input",
     "add_generation_prompt": "is honoured on /v1/chat/completions alone",
     "continue_final_message": "is honoured on /v1/chat/completions alone",
     "echo": "is honoured on /v1/chat/completions alone",
@@ -76,6 +83,7 @@ NOT_HERE = {
 # the same for fields that the common part of the bodies has
 _NOT_HERE_EITHER = {
     "max_tokens": "use max_output_tokens",
+    "add_special_tokens": "is honoured on /v1/chat/completions alone",
     "prompt_logprobs": "is honoured on /v1/chat/completions alone",
     "return_token_ids": "is honoured on /v1/chat/completions alone",
     "return_tokens_as_token_ids": "is honoured on /v1/chat/completions alone",
@@ -94,7 +102,7 @@ def parse_response(
 ) -> ParsedResponse:
     """`history`: the items of the conversation before the body's own."""
     _refuse(body)
-    tools = response_tools(body)
+    tools = response_tools(body, history)
     answer_format, field = _format(body)
     request = InferenceRequest(
         id=request_id,
@@ -119,7 +127,7 @@ def prompt_of(body: ResponsePrompt, tools: ResponseTools, history: Sequence[Resp
     system = [body.instructions] if body.instructions else []
     system += [message.content for message in leading]
     turns = messages[len(leading) :]
-    if not turns:
+    if not messages:
         raise InvalidRequest("input: at least one message is required", param="input")
     check_results(turns, "input")
     if system:
@@ -256,7 +264,9 @@ def _refuse(body: ResponseBody) -> None:
     refuse_fields_here(body.model_extra)
     refuse_common(body)
     for name, why in _NOT_HERE_EITHER.items():
-        if getattr(body, name) not in (None, False):
+        value = getattr(body, name)
+        # 0 is a number of log probabilities
+        if value is not None and value is not False:
             raise UnsupportedFeature(f"{name}: {why}", param=name)
     if body.n not in (None, 1):
         raise UnsupportedFeature("n: a response has one answer", param="n")

@@ -38,7 +38,7 @@ ResponseFields = dict[str, Any]
 _IDS = {CONTENT: "msg_", REASONING: "rs_", CALL: "fc_"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ResponseShape:
     """The form of one answer, as its request asked for it."""
 
@@ -49,6 +49,16 @@ class ResponseShape:
     created_at: int = field(default_factory=lambda: int(time.time()))
     logprobs: bool = False
     syntax: AnswerSyntax = TEXT_ONLY
+
+    @property
+    def model(self) -> str:
+        """Who answers; set again if another specialist takes the request."""
+        name: str = self.repeated["model"]
+        return name
+
+    @model.setter
+    def model(self, name: str) -> None:
+        self.repeated["model"] = name
 
     def response(
         self, status: str, output: Sequence[ResponseFields] = (), **more: Any

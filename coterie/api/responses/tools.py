@@ -2,8 +2,9 @@
 
 A function is called as it is. A function in a namespace is called as `namespace__name`, and the
 answer names both again. A custom tool, whose input is text, is called as a function with the one
-argument `input`. Tools that a server runs itself (web search and the like) are let through: the
-model is not told of them, so it never calls one.
+argument `input`. Items of the type `additional_tools` bring more tools. Tools that a server runs
+itself (web search and the like) are let through: the model is not told of them, so it never calls
+one.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 
 import msgspec
 
+from coterie.api.responses.lark_regex import NoPattern, lark_pattern
 from coterie.api.responses.types import (
     ChosenResponseTool,
     InnerTool,
+    ResponseItem,
     ResponsePrompt,
     ResponseTool,
     ResponseToolChoice,
@@ -26,6 +29,8 @@ from coterie.api.tools.base import MAX_TOOLS, MAX_TOOLS_BYTES, Tool, ToolSet, ch
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
 
 FUNCTION, CUSTOM, NAMESPACE = "function", "custom", "namespace"
+# the type of an item
+ADDITIONAL_TOOLS = "additional_tools"
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 # kinds that may be forced by name
 _CALLABLE = (FUNCTION, CUSTOM)
@@ -47,6 +52,8 @@ class ResponseTools:
     tool_set: ToolSet | None
     # by the name that the model uses
     names: Mapping[str, CalledName]
+    # all that were given, also those that are never called
+    given: tuple[ResponseTool, ...] = ()
 
     def named(self, shown: str) -> CalledName:
         return self.names.get(shown) or CalledName(shown)
@@ -59,15 +66,17 @@ def shown_name(name: str, namespace: str | None) -> str:
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
-def response_tools(body: ResponsePrompt) -> ResponseTools:
-    size = len(msgspec.json.encode([tool.fields() for tool in body.tools or ()]))
+def response_tools(body: ResponsePrompt, history: Sequence[ResponseItem] = ()) -> ResponseTools:
+    """`history`: the items of the conversation before the body's own."""
+    given = _given(body, history)
+    size = len(msgspec.json.encode([tool.fields() for tool in given.values()]))
     if size > MAX_TOOLS_BYTES:
         raise InvalidRequest(
             f"tools: {size} bytes; all together may have {MAX_TOOLS_BYTES}", param="tools"
         )
     names: dict[str, CalledName] = {}
     tools: list[Tool] = []
-    for where, spec, namespace in _callable(body.tools or ()):
+    for where, spec, namespace in _callable(given):
         called = CalledName(_checked_name(spec.name, where), namespace, spec.type == CUSTOM)
         shown = shown_name(called.name, namespace)
         tools.append(replace(_tool(spec, shown, where), where=where))
@@ -75,13 +84,28 @@ def response_tools(body: ResponsePrompt) -> ResponseTools:
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools: {len(tools)}; at most {MAX_TOOLS}", param="tools")
     check_tools(tools)
-    return ResponseTools(_tool_set(body, tuple(tools), names), names)
+    return ResponseTools(_tool_set(body, tuple(tools), names), names, tuple(given.values()))
 
 
-def _callable(given: Sequence[ResponseTool]) -> Iterator[tuple[str, InnerTool, str | None]]:
+def _given(body: ResponsePrompt, history: Sequence[ResponseItem]) -> dict[str, ResponseTool]:
+    """By path, the body's tools and those of items. An item may describe a tool of an earlier one
+    again, but none of the body's."""
+    given = {f"tools.{index}": spec for index, spec in enumerate(body.tools or ())}
+    own = {(spec.type, spec.name) for spec in given.values()}
+    brought: dict[tuple[str, str | None], tuple[str, ResponseTool]] = {}
+    own_items = body.input if isinstance(body.input, list) else ()
+    for field, items in (("previous_response_id", history), ("input", own_items)):
+        for place, item in enumerate(items):
+            if item.type != ADDITIONAL_TOOLS:
+                continue
+            for index, spec in enumerate(item.tools or ()):
+                brought[spec.type, spec.name] = (f"{field}.{place}.tools.{index}", spec)
+    return given | {where: spec for key, (where, spec) in brought.items() if key not in own}
+
+
+def _callable(given: Mapping[str, ResponseTool]) -> Iterator[tuple[str, InnerTool, str | None]]:
     """The tools that the caller runs: path, tool, namespace."""
-    for index, spec in enumerate(given):
-        where = f"tools.{index}"
+    for where, spec in given.items():
         if spec.type == NAMESPACE:
             namespace = _checked_name(spec.name, where)
             for place, inner in enumerate(spec.tools or ()):
@@ -115,15 +139,14 @@ def _custom_schema(form: dict[str, Any] | None, where: str) -> dict[str, Any]:
     text: dict[str, Any] = {"type": "string"}
     kind = "text" if form is None else form.get("type")
     if kind == "grammar" and form is not None:
-        if form.get("syntax") != "regex":
-            raise UnsupportedFeature(
-                f"{where}: the input of a tool can be held to a regex, not to a Lark grammar; "
-                "make it a function with a JSON schema",
-                param=where,
-            )
-        if not isinstance(form.get("definition"), str):
+        definition = form.get("definition")
+        if not isinstance(definition, str):
             raise InvalidRequest(f"{where}.definition: must be a text", param=where)
-        text["pattern"] = f"^(?:{form['definition']})$"
+        if form.get("syntax") not in ("regex", "lark"):
+            raise InvalidRequest(f"{where}.syntax: must be regex or lark", param=where)
+        if form["syntax"] == "lark":
+            definition = _pattern(definition, where)
+        text["pattern"] = f"^(?:{definition})$"
     elif kind != "text":
         raise InvalidRequest(f"{where}.type: must be text or grammar", param=where)
     return {
@@ -132,6 +155,17 @@ def _custom_schema(form: dict[str, Any] | None, where: str) -> dict[str, Any]:
         "required": ["input"],
         "additionalProperties": False,
     }
+
+
+def _pattern(grammar: str, where: str) -> str:
+    try:
+        return lark_pattern(grammar)
+    except NoPattern as error:
+        raise UnsupportedFeature(
+            f"{where}: a tool's input can be held to a regex, or to a Lark grammar that can be "
+            f"written as one; here, {error}",
+            param=where,
+        ) from None
 
 
 def custom_input(arguments: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from coterie.api.body import QueryParameters, RequestBody
 from coterie.api.body_fields import MaxTokens, sampling_field
@@ -26,6 +26,8 @@ MAX_ID = 128
 MAX_METADATA = 16
 MAX_INCLUDE = 32
 MAX_PAGE = 100
+# of an item, a tool or a format; a schema may be inside a namespace
+MAX_DEPTH = MAX_SCHEMA_DEPTH + 8
 
 ItemId = Annotated[str, Field(max_length=256)]
 MetadataKey = Annotated[str, Field(max_length=64)]
@@ -43,9 +45,10 @@ class _KeptObject(RequestBody):
         return self.model_dump(exclude_unset=True)
 
 
-def _not_deep(value: _KeptObject) -> _KeptObject:
-    if is_deeper(value.model_extra, MAX_SCHEMA_DEPTH):
-        raise ValueError(f"is nested deeper than {MAX_SCHEMA_DEPTH}")
+def _not_deep(value: Any) -> Any:
+    """Refuse what an answer could not repeat: it is written recursively."""
+    if is_deeper(value, MAX_DEPTH):
+        raise ValueError(f"is nested deeper than {MAX_DEPTH}")
     return value
 
 
@@ -53,6 +56,23 @@ class ResponsePart(ContentPart):
     """One part of a message or of a tool's result."""
 
     model_config = ConfigDict(extra="allow")
+
+
+class InnerTool(_KeptObject):
+    """A function or a custom tool inside a namespace."""
+
+    type: str = Field(max_length=64)
+    name: ItemId | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    # of a custom tool
+    format: dict[str, Any] | None = None
+
+
+class ResponseTool(InnerTool):
+    # of a namespace
+    tools: Annotated[list[InnerTool], Field(max_length=MAX_TOOLS)] | None = None
 
 
 class ResponseItem(_KeptObject):
@@ -70,26 +90,8 @@ class ResponseItem(_KeptObject):
     arguments: str | None = None
     input: str | None = None
     output: str | list[ResponsePart] | None = None
-
-
-class InnerTool(_KeptObject):
-    """A function or a custom tool inside a namespace."""
-
-    type: str = Field(max_length=64)
-    name: ItemId | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    # of a custom tool
-    format: dict[str, Any] | None = None
-
-
-Inner = Annotated[InnerTool, AfterValidator(_not_deep)]
-
-
-class ResponseTool(InnerTool):
-    # of a namespace
-    tools: Annotated[list[Inner], Field(max_length=MAX_TOOLS)] | None = None
+    # more tools, beside those of the body
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
 
 
 class ChosenResponseTool(RequestBody):
@@ -107,7 +109,7 @@ class ResponseToolChoice(ChosenResponseTool):
 
 
 class TextConfig(RequestBody):
-    format: TemplateKwargs | None = None
+    format: Annotated[dict[str, Any], BeforeValidator(_not_deep)] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
@@ -116,8 +118,9 @@ class ReasoningConfig(RequestBody):
     summary: Annotated[str, Field(max_length=32)] | None = None
 
 
-Item = Annotated[ResponseItem, AfterValidator(_not_deep)]
-ToolEntry = Annotated[ResponseTool, AfterValidator(_not_deep)]
+Item = Annotated[ResponseItem, BeforeValidator(_not_deep)]
+ToolEntry = Annotated[ResponseTool, BeforeValidator(_not_deep)]
+Choice = Annotated[ResponseToolChoice, BeforeValidator(_not_deep)]
 
 
 class ResponsePrompt(RequestBody):
@@ -127,7 +130,7 @@ class ResponsePrompt(RequestBody):
     instructions: str | None = None
     previous_response_id: str | None = Field(None, min_length=1, max_length=MAX_ID)
     tools: Annotated[list[ToolEntry], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None

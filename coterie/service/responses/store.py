@@ -3,7 +3,7 @@
 A row holds the input of its own request and the answer; the conversation before it is found by
 following `previous`. Rows are kept for a while after their last use, and up to a total size: above
 it the oldest rows of the tenant with the most bytes go first, so that a busy tenant takes no other
-tenant's place.
+tenant's place. One that has not ended goes last.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from coterie.core.errors import CoterieError, Unavailable
+from coterie.core.errors import CoterieError, RequestTooLarge, Unavailable
 from coterie.core.settings import ResponseSettings
 from coterie.obs.log import log
 from coterie.packages.sqlite import connect, database_errors, transaction
@@ -30,6 +31,10 @@ MAX_CHAIN = 1000
 TRIM_ROWS, TRIM_BYTES = 64, 16_000_000
 # rows that are removed at once: a write lock is not held for long
 REMOVED_AT_ONCE = 256
+# how often the ends of open responses are written: less than the shortest time a job is kept
+SWEEP_S = 30.0
+SETTLED_AT_ONCE = 100
+Settle = Callable[[str, str], Coroutine[Any, Any, None]]
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
@@ -44,6 +49,8 @@ CREATE TABLE IF NOT EXISTS responses (
     request BLOB
 );
 CREATE INDEX IF NOT EXISTS responses_by_use ON responses (tenant, used_at, bytes);
+CREATE INDEX IF NOT EXISTS open_responses ON responses (number, id, tenant)
+    WHERE request IS NOT NULL;
 CREATE TABLE IF NOT EXISTS response_items (
     id TEXT NOT NULL,
     response INTEGER NOT NULL REFERENCES responses (number) ON DELETE CASCADE,
@@ -69,6 +76,12 @@ class StoredResponse:
     @property
     def num_bytes(self) -> int:
         return len(self.items) + len(self.response) + len(self.request or b"")
+
+
+class OpenResponse(NamedTuple):
+    number: int
+    id: str
+    tenant: str
 
 
 class ResponseTable:
@@ -146,16 +159,39 @@ class ResponseTable:
         rows.reverse()
         return rows
 
-    def holder(self, item_id: str, tenant: str) -> StoredResponse | None:
-        """The newest response with this item in its answer."""
+    def open(self, after: int, limit: int) -> list[OpenResponse]:
+        """Responses whose end is not written, oldest first."""
         with database_errors(self._path):
-            row = self._db.execute(
-                "SELECT responses.id, tenant, previous, items, responses.response, request "
-                "FROM response_items JOIN responses ON number = response_items.response "
-                "WHERE response_items.id = ? AND tenant = ? ORDER BY number DESC LIMIT 1",
-                (item_id, tenant),
-            ).fetchone()
-        return None if row is None else StoredResponse(*row)
+            rows = self._db.execute(
+                "SELECT number, id, tenant FROM responses "
+                "WHERE request IS NOT NULL AND number > ? ORDER BY number LIMIT ?",
+                (after, limit),
+            ).fetchall()
+        return [OpenResponse(*row) for row in rows]
+
+    def answers_with(self, item_ids: Sequence[str], tenant: str, max_bytes: int) -> list[bytes]:
+        """The answers that have these items, each once; for an item that several have, the newest.
+        Stops when they are larger than `max_bytes`: the caller refuses that."""
+        numbers: dict[int, None] = {}
+        answers: list[bytes] = []
+        total = 0
+        with database_errors(self._path):
+            for item_id in dict.fromkeys(item_ids):
+                found = self._db.execute(
+                    "SELECT number FROM response_items JOIN responses "
+                    "ON number = response_items.response WHERE response_items.id = ? "
+                    "AND tenant = ? ORDER BY number DESC LIMIT 1",
+                    (item_id, tenant),
+                ).fetchone()
+                if found is not None:
+                    numbers[found[0]] = None
+            for number in numbers:
+                ask = "SELECT response FROM responses WHERE number = ?"
+                answers.append(self._db.execute(ask, (number,)).fetchone()[0])
+                total += len(answers[-1])
+                if total > max_bytes:
+                    break
+        return answers
 
     def remove(self, response_id: str, tenant: str) -> bool:
         with database_errors(self._path):
@@ -196,10 +232,7 @@ class ResponseTable:
         other = largest[1][1] if len(largest) > 1 else 0
         goal = min(excess, max(own - other, 1))
         numbers, gone = list[tuple[int]](), 0
-        for number, size in self._db.execute(
-            "SELECT number, bytes FROM responses WHERE tenant = ? ORDER BY used_at, number LIMIT ?",
-            (tenant, REMOVED_AT_ONCE),
-        ):
+        for number, size in self._oldest(tenant):
             if gone >= goal:
                 break
             numbers.append((number,))
@@ -207,6 +240,18 @@ class ResponseTable:
         with transaction(self._db) as db:
             db.executemany("DELETE FROM responses WHERE number = ?", numbers)
         return len(numbers)
+
+    def _oldest(self, tenant: str) -> list[tuple[int, int]]:
+        """Numbers and sizes of rows that may go; open ones only if there are no others."""
+        ask = "SELECT number, bytes FROM responses WHERE tenant = ?{} ORDER BY used_at, number "
+        ended = " AND number NOT IN (SELECT number FROM responses WHERE request IS NOT NULL)"
+        for condition in (ended, ""):
+            found = self._db.execute(
+                ask.format(condition) + "LIMIT ?", (tenant, REMOVED_AT_ONCE)
+            ).fetchall()
+            if found:
+                break
+        return found
 
     def _index(self, db: sqlite3.Connection, number: int, item_ids: Sequence[str]) -> None:
         db.executemany(
@@ -230,6 +275,8 @@ class ResponseStore:
         self._path, self._settings = path, settings
         self._thread = ThreadPoolExecutor(1, "responses")
         self._table: ResponseTable | None = None
+        self._settle: Settle | None = None
+        self._sweeping: asyncio.Task[None] | None = None
         self._closed = False
         # responses that could not be kept since start, for metrics
         self.dropped = 0
@@ -239,14 +286,43 @@ class ResponseStore:
         """Whether the settings allow to keep responses."""
         return self._path is not None and self._settings.max_bytes > 0
 
+    def connect(self, settle: Settle) -> None:
+        """`settle` is called now and then with the id and tenant of every open response."""
+        self._settle = settle
+
     async def start(self) -> None:
-        if self.keeps:
+        if not self.keeps:
+            return
+        try:
+            await self._ask(lambda table: table.trim(time.time()))
+        except CoterieError as error:
+            log("responses_unreadable", level="warning", reason=error.message)
+        self._sweeping = asyncio.create_task(self._sweeps())
+
+    async def _sweeps(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
             try:
-                await self._ask(lambda table: table.trim(time.time()))
+                await self.sweep()
             except CoterieError as error:
-                log("responses_unreadable", level="warning", reason=error.message)
+                log("responses_not_swept", level="warning", reason=error.message)
+
+    async def sweep(self) -> None:
+        """Let the ends of open responses be written, and apply the bounds."""
+        last = 0
+        while self._settle is not None:
+            found = await self._ask(partial(ResponseTable.open, after=last, limit=SETTLED_AT_ONCE))
+            for one in found:
+                await self._settle(one.id, one.tenant)
+            if len(found) < SETTLED_AT_ONCE:
+                break
+            last = found[-1].number
+        await self._ask(lambda table: table.trim(time.time()))
 
     async def close(self) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.gather(self._sweeping, return_exceptions=True)
         self._closed = True
         table, self._table = self._table, None
         if table is not None:
@@ -269,6 +345,8 @@ class ResponseStore:
 
     async def add(self, row: StoredResponse) -> None:
         """The same, but raises: for a response that has not been answered yet."""
+        if row.num_bytes > self._settings.max_bytes:
+            raise RequestTooLarge("the response is larger than all that this server may keep")
         await self._ask(lambda table: table.add(row, (), time.time()))
 
     async def finish(self, row: StoredResponse, item_ids: Sequence[str]) -> bool:
@@ -284,13 +362,10 @@ class ResponseStore:
             lambda table: table.chain(response_id, tenant, max_bytes, time.time())
         )
 
-    async def holders(
-        self, item_ids: Sequence[str], tenant: str
-    ) -> dict[str, StoredResponse | None]:
-        """By item, the response whose answer has it."""
-        return await self._ask(
-            lambda table: {item_id: table.holder(item_id, tenant) for item_id in item_ids}
-        )
+    async def answers_with(
+        self, item_ids: Sequence[str], tenant: str, max_bytes: int
+    ) -> list[bytes]:
+        return await self._ask(lambda table: table.answers_with(item_ids, tenant, max_bytes))
 
     async def remove(self, response_id: str, tenant: str) -> bool:
         return await self._ask(lambda table: table.remove(response_id, tenant))

@@ -48,11 +48,14 @@ TEMPLATE = """\
 
 @dataclass(frozen=True, slots=True)
 class ScriptedAnswer:
-    """Text, then perhaps a call of `tool` with texts as arguments, in the order of its schema."""
+    """Text, then perhaps a call of `tool` with texts as arguments, in the order of its schema.
+    `fixed`: how the only argument begins and ends, where the tool's own grammar leaves no choice
+    there."""
 
     text: str
     tool: str | None = None
     arguments: Mapping[str, str] = field(default_factory=dict)
+    fixed: tuple[str, str] = ("", "")
 
     def pieces(self, taken: set[str]) -> list[str]:
         """What the model says, in pieces none of which is in `taken`; adds them to it.
@@ -89,10 +92,17 @@ class ScriptedAnswer:
             return
         names = list(self.arguments)
         begin = f'\n<tool_call>\n{{"name": "{self.tool}", "arguments": {{"{names[0]}": "'
-        yield self.text, begin
+        first, last = (_in_json(text) for text in self.fixed)
+        yield self.text, begin + first
         for name, following in zip(names, [*names[1:], None], strict=True):
             end = '"}}\n</tool_call>' if following is None else f'", "{following}": "'
-            yield json.dumps(self.arguments[name], ensure_ascii=False)[1:-1], end
+            text = _in_json(self.arguments[name])
+            assert text.startswith(first) and text.endswith(last)
+            yield text[len(first) : len(text) - len(last)], last + end
+
+
+def _in_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def scripted_checkpoint(path: Path, answers: Sequence[ScriptedAnswer], untooled: str) -> Path:
