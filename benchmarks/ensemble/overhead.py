@@ -86,6 +86,8 @@ class MeasuredServer:
         os.killpg(self.process.pid, signal.SIGCONT)
 
     def stop(self) -> None:
+        if self.process.poll() is not None:
+            return
         self.resume()
         os.killpg(self.process.pid, signal.SIGTERM)
         try:
