@@ -60,7 +60,6 @@ SUITES = (
             f"{_OPENAI}/chat_completion/test_enable_force_include_usage.py",
             f"{_OPENAI}/completion/test_completion.py",
             f"{_OPENAI}/models/test_models.py",
-            f"{_OPENAI}/responses/test_basic.py",
             f"{_OPENAI}/responses/test_function_call.py",
             f"{_OPENAI}/responses/test_namespace_tool_separator.py",
             f"{_OPENAI}/responses/test_simple.py",
