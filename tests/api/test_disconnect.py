@@ -142,6 +142,7 @@ def test_cors_when_it_is_asked_for(crowd_server: Served) -> None:
     assert "access-control-allow-origin" not in other.headers
 
 
+@pytest.mark.full
 def test_half_of_a_crowd_leaves(crowd_server: Served) -> None:
     """Half disconnect midway, the others are served to the end; then everything is given back."""
     clients = 200

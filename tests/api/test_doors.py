@@ -233,6 +233,7 @@ def test_not_ready_yet_then_drained() -> None:
         served.stop()
 
 
+@pytest.mark.full
 def test_a_stream_that_outlasts_the_drain_ends_with_an_error(tmp_path: Path) -> None:
     config = tmp_path / "coterie.toml"
     config.write_text(

@@ -193,6 +193,7 @@ def test_an_expert_takes_what_it_takes(house: House) -> None:
     assert answer["degraded"] == []
 
 
+@pytest.mark.full
 def test_a_damaged_expert_is_left_out_until_it_is_installed_again(house: House) -> None:
     house.routes_to("sql-writer")
     folder = next(

@@ -153,6 +153,7 @@ def test_a_deadline_cuts_the_answer(stub: Stub) -> None:
     assert within(stub, "Infer", later, 1).finish_reason == "timeout"
 
 
+@pytest.mark.full
 def test_a_job_outlives_the_call_that_brought_it(stub: Stub) -> None:
     request = pb.InferRequest(prompt="Later", regex="[a-z]{900}", max_tokens=2000)
     job = within(stub, "SubmitJob", request, 0.3)

@@ -58,6 +58,7 @@ def states(served: Served) -> list[str]:
     return list(served.get("/health").json["specialists"]["tiny"]["states"].values())
 
 
+@pytest.mark.full
 def test_a_stopped_worker_is_not_ready_until_it_goes_on(served: Served) -> None:
     assert states(served) == ["up"]
     pid = worker(served)

@@ -421,6 +421,7 @@ def own_server() -> Iterator[Served]:
     served.stop()
 
 
+@pytest.mark.full
 def test_a_killed_worker_keeps_to_the_rules(own_server: Served) -> None:
     """What is allowed, banned, skipped and cut is the same behind the tokens a client has."""
     body = text(

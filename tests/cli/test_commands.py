@@ -173,6 +173,7 @@ def test_mistakes_cost_one_line(
     assert line.startswith("coterie")
 
 
+@pytest.mark.full
 def test_a_broken_model_is_one_line(tmp_path: Path, command: Command) -> None:
     broken = tmp_path / "model.gguf"
     broken.write_bytes(b"GGUF" + b"\x03\x00\x00\x00" + b"\xff" * 64)

@@ -116,6 +116,7 @@ def test_json_is_whole_and_can_be_saved(model: Path, tmp_path: Path) -> None:
     assert alone.isdisjoint({"lru", "static_pin", "chunked", "belady"})
 
 
+@pytest.mark.full
 def test_the_machine_is_measured_once(model: Path) -> None:
     run(str(model), "--cache-capacity", "4")
     _, _, said = run(str(model), "--cache-capacity", "8")

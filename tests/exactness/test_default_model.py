@@ -1,6 +1,7 @@
 """Greedy output of the default model in fp32 equals transformers over the same weights.
 
-`make test` runs two prompts, `make test-all` twenty, also against transformers' cached generation.
+All of it in `make test-all`, twenty prompts also against transformers' cached generation; `make
+test` compares the default model with an adapter (test_adapters_engine.py).
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ TEXTS = [
     "Breaking news: scientists announced on Tuesday that",
 ]
 # the torch path and the oracle decode at a few tokens a second on a busy machine
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("several_threads")]
-PATHS = ["cpu", pytest.param("reference", marks=pytest.mark.full)]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.timeout(1800),
+    pytest.mark.usefixtures("several_threads"),
+]
+PATHS = ["cpu", "reference"]
 
 
 def encoded(path: Path, count: int) -> list[list[int]]:
@@ -48,12 +53,10 @@ def encoded(path: Path, count: int) -> list[list[int]]:
 def test_together_in_odd_chunks(default_model_path: Path, backend: str) -> None:
     prompts = encoded(default_model_path, 2)
     model = model_at(default_model_path, backend)
-    lane = {"max_step_tokens": 37, "max_sequences": 16}
-    got = run(model, default_model_path, prompts, new_tokens=24, **lane)
-    assert got.tokens == expected(default_model_path, prompts, got, 24)
+    got = run(model, default_model_path, prompts, max_step_tokens=37, max_sequences=16)
+    assert got.tokens == expected(default_model_path, prompts, got)
 
 
-@pytest.mark.full
 def test_torch_path(default_model_path: Path) -> None:
     """One prompt, so that the path without a compiler is never left unchecked."""
     prompts = encoded(default_model_path, 1)
@@ -61,7 +64,6 @@ def test_torch_path(default_model_path: Path) -> None:
     assert got.tokens == expected(default_model_path, prompts, got)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_twenty_against_generate(default_model_path: Path, backend: str) -> None:
     prompts = encoded(default_model_path, 20)
@@ -73,7 +75,6 @@ def test_twenty_against_generate(default_model_path: Path, backend: str) -> None
     assert together.tokens == want
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_under_pressure_with_shared_prefixes(default_model_path: Path, backend: str) -> None:
     trunk = encoded(default_model_path, 9)[8]

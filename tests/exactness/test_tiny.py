@@ -14,7 +14,7 @@ from tests.helpers.serving.greedy_engine import expected, model_at, oracle_for, 
 
 PATHS = [
     ("llama", "cpu"),
-    ("mistral", "cpu"),
+    pytest.param("mistral", "cpu", marks=pytest.mark.full),
     ("qwen3", "cpu"),
     ("llama", "reference"),
     ("qwen3_moe", "cpu"),

@@ -58,7 +58,8 @@ def test_a_package_without_examples_is_found_by_what_it_says() -> None:
     assert found[0].profile.card.name == "haiku"
 
 
-@pytest.mark.parametrize("exact_rows", [pytest.param(50_000, marks=pytest.mark.full), 20])
+@pytest.mark.full
+@pytest.mark.parametrize("exact_rows", [50_000, 20])
 def test_of_many_only_the_likely_are_asked(
     briefly_known: list[AdapterProfile], exact_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.serving.sdk_clients import PYTHON, ROOT, examples, node, run
 
 
@@ -18,6 +20,7 @@ def test_python_examples(environment: dict[str, str], tmp_path: Path) -> None:
     assert re.search(r"^succeeded ", printed, re.MULTILINE), printed
 
 
+@pytest.mark.full
 def test_typescript_examples(environment: dict[str, str], package: Path) -> None:
     first, second = (
         run([node(), package / f"built/examples/docs_{number}.js"], environment)

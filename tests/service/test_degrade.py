@@ -98,6 +98,7 @@ def small_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_a_server_with_little_room_answers_with_fewer(small_home: Path) -> None:
     """59 KB each: two do not fit; by name and by content, and an expert larger than all room."""
 

@@ -351,6 +351,7 @@ def test_two_servers_never_run_one_job_twice(
     on_pipeline(test)
 
 
+@pytest.mark.full
 def test_a_server_that_stops_in_good_order_leaves_its_jobs(
     on_pipeline: Callable[[Test], None], tmp_path: Path
 ) -> None:

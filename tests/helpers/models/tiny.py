@@ -88,7 +88,8 @@ def tiny_checkpoint(architecture: str, seed: int = 0, **overrides: Any) -> Path:
     """A Hugging Face safetensors directory of a random `architecture` (a key of ARCHITECTURES).
 
     `overrides` are config.json keys; `dtype` ("bfloat16") is what the tensors are stored as.
-    Weights are drawn wide enough that greedy output and routing vary.
+    Weights are drawn wide enough that greedy output and routing vary. Tests share it: serve a copy
+    of one with experts, because a server leaves its heatmap beside the model.
     """
     classes = {name: kind for kind, name in ARCHITECTURES.items()}
     kind = classes.get(architecture, architecture)

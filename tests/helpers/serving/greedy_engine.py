@@ -45,10 +45,9 @@ def run(
     *,
     waves: int = 1,
     temperature: float = 0.0,
-    new_tokens: int = NEW_TOKENS,
     **lane: Any,
 ) -> Outcome:
-    """`new_tokens` each, `waves` groups one after the other through one engine. Greedy, or drawn at
+    """NEW_TOKENS each, `waves` groups one after the other through one engine. Greedy, or drawn at
     this temperature with top-p 0.95 and the prompt's number as its seed."""
     settings = {"num_blocks": 512, "context": model.spec.max_positions, "max_queue": 64, **lane}
     engine = Engine(model, load_tokenizer(path), [LaneConfig(name="m", **settings)])
@@ -57,9 +56,7 @@ def run(
         for index in range(wave, len(prompts), waves):
             drawn = replace(GREEDY, temperature=temperature, top_p=0.95, seed=index)
             how = drawn if temperature else GREEDY
-            assert isinstance(
-                engine.add(_assignment(index, prompts[index], how, new_tokens)), Admitted
-            )
+            assert isinstance(engine.add(_assignment(index, prompts[index], how)), Admitted)
         while engine.has_work():
             _collect(engine, outcome)
     engine.check()
@@ -67,13 +64,13 @@ def run(
     return outcome
 
 
-def _assignment(index: int, ids: Sequence[int], sampling: Sampling, new_tokens: int) -> Assignment:
+def _assignment(index: int, ids: Sequence[int], sampling: Sampling) -> Assignment:
     return Assignment(
         request_id=str(index),
         lane="m",
         prompt_ids=tuple(ids),
         sampling=sampling,
-        limits=Limits(max_tokens=new_tokens, ignore_eos=True),
+        limits=Limits(max_tokens=NEW_TOKENS, ignore_eos=True),
         adapters=(),
         session="s",
         tenant="t",
@@ -209,10 +206,8 @@ def _draw(index: int, longest: int, generator: torch.Generator) -> list[int]:
     return ids
 
 
-def expected(
-    path: Path, prompts: list[list[int]], outcome: Outcome, new_tokens: int = NEW_TOKENS
-) -> list[list[int]]:
+def expected(path: Path, prompts: list[list[int]], outcome: Outcome) -> list[list[int]]:
     """What transformers answers; see `Oracle.follow`."""
     pairs = zip(prompts, outcome.tokens, strict=True)
-    assert all(len(tokens) == new_tokens for tokens in outcome.tokens)
+    assert all(len(tokens) == NEW_TOKENS for tokens in outcome.tokens)
     return [oracle_for(path).follow(ids, tokens) for ids, tokens in pairs]
