@@ -115,9 +115,9 @@ def ask(*steps: Step, method: str = "infer", retries: int = 2) -> tuple[Any, int
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_refusal_is_asked_again_when_the_server_says(status: int) -> None:
     began = time.monotonic()
-    result, times = ask(refusal(status, retry_after_ms="150", retry_after="1"), GOOD)
+    result, times = ask(refusal(status, retry_after_ms="150", retry_after="25"), GOOD)
     assert (result.text, times) == ("t", 2)
-    assert 0.15 <= time.monotonic() - began < 0.9
+    assert 0.15 <= time.monotonic() - began < 20
 
 
 def test_patience_ends() -> None:
