@@ -227,7 +227,8 @@ def test_a_lark_grammar_without_recursion_is_a_pattern() -> None:
         "", "start", "start: lost", "start: start", 'start: ("a"', 'start: "a" )', 'start: "a"~999',
         '%ignore " "\nstart: "a"', 'start: "a"\nstart: "b"', "start: " + "(" * 999,
         "start: " * 9999,
-        f'start: r0\n{doubled}\nr30: "a"', "\n".join(f"r{at}: /a/" for at in range(999)),
+        f'start: r0\n{doubled}\nr30: "a"', f'start: {"|".join(["r"] * 9999)}\nr: "{"a" * 9999}"',
+        "\n".join(f"r{at}: /a/" for at in range(999)),
     ):  # fmt: skip
         with pytest.raises(NoPattern):
             lark_pattern(bad)

@@ -183,8 +183,11 @@ class _Reader:
         if depth > MAX_NESTING:
             raise NoPattern(f"its groups are nested deeper than {MAX_NESTING}")
         parts = [self._sequence(depth)]
+        size = len(parts[0])
         while self.takes("|"):
             parts.append(self._sequence(depth))
+            size += len(parts[-1])
+            _check_size(size)
         return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
 
     def _sequence(self, depth: int) -> str:
@@ -195,8 +198,7 @@ class _Reader:
                 self.take()
                 continue
             pattern += self._repeated(self._atom(depth))
-            if len(pattern) > MAX_PATTERN:
-                raise NoPattern(f"its pattern is longer than {MAX_PATTERN} characters")
+            _check_size(len(pattern))
         return pattern
 
     def _repeated(self, atom: str) -> str:
@@ -245,6 +247,12 @@ class _Reader:
         if len(ends[0]) != 1 or len(ends[1]) != 1 or ends[0] > ends[1]:
             raise NoPattern("a range must be between two characters")
         return f"[{_escaped(ends[0])}-{_escaped(ends[1])}]"
+
+
+def _check_size(size: int) -> None:
+    """A name of two characters may stand for a long rule."""
+    if size > MAX_PATTERN:
+        raise NoPattern(f"its pattern is longer than {MAX_PATTERN} characters")
 
 
 def _regex(text: str) -> str:
