@@ -1,7 +1,6 @@
 """Greedy output of the default model in fp32 equals transformers over the same weights.
 
-All of it in `make test-all`, twenty prompts also against transformers' cached generation; `make
-test` compares the default model with an adapter (test_adapters_engine.py).
+`make test` runs two prompts, `make test-all` twenty, also against transformers' cached generation.
 """
 
 from __future__ import annotations
@@ -36,12 +35,8 @@ TEXTS = [
     "Breaking news: scientists announced on Tuesday that",
 ]
 # the torch path and the oracle decode at a few tokens a second on a busy machine
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.timeout(1800),
-    pytest.mark.usefixtures("several_threads"),
-]
-PATHS = ["cpu", "reference"]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("several_threads")]
+PATHS = ["cpu", pytest.param("reference", marks=pytest.mark.full)]
 
 
 def encoded(path: Path, count: int) -> list[list[int]]:
@@ -57,6 +52,7 @@ def test_together_in_odd_chunks(default_model_path: Path, backend: str) -> None:
     assert got.tokens == expected(default_model_path, prompts, got)
 
 
+@pytest.mark.full
 def test_torch_path(default_model_path: Path) -> None:
     """One prompt, so that the path without a compiler is never left unchecked."""
     prompts = encoded(default_model_path, 1)
@@ -64,6 +60,7 @@ def test_torch_path(default_model_path: Path) -> None:
     assert got.tokens == expected(default_model_path, prompts, got)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_twenty_against_generate(default_model_path: Path, backend: str) -> None:
     prompts = encoded(default_model_path, 20)
@@ -75,6 +72,7 @@ def test_twenty_against_generate(default_model_path: Path, backend: str) -> None
     assert together.tokens == want
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_under_pressure_with_shared_prefixes(default_model_path: Path, backend: str) -> None:
     trunk = encoded(default_model_path, 9)[8]
