@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import time
+import weakref
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +23,7 @@ from coterie.api.anthropic.render import MessageShape, MessageStream, stop_field
 from coterie.api.anthropic.types import CountBody
 from coterie.api.auth import AccessKeys, KeyRing, check_exposure, tenant_of
 from coterie.api.dialect import MAX_WAITING, CollectedAnswer, WholeAnswer, merged
-from coterie.api.door import Exchange
+from coterie.api.door import Door, Exchange, exchange_of, new_id
 from coterie.api.openai.chat import ChatShape, ChatStream
 from coterie.api.openai.render import LegacyLogprobs, chat_logprobs, finish_fields
 from coterie.api.openai.text import TextShape, TextStream
@@ -388,3 +390,40 @@ def test_rendering_a_token_is_cheap(dialect: str) -> None:
             stream.render(event)
         best = min(best, (time.process_time() - started) / 2000)
     assert best < 8e-6
+
+
+def test_a_request_leaves_nothing_to_the_garbage_collector() -> None:
+    """A server keeps the scope of a request as long as what its answer is sent through."""
+
+    class Connection:
+        scope: dict[str, Any]
+
+        async def send(self, message: Any) -> None:
+            assert exchange_of(self.scope).send is not None
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> Any:
+        raise AssertionError("nothing is read")
+
+    def ended() -> weakref.ref[Connection]:
+        connection = Connection()
+        connection.scope = {"type": "http", "path": "/health", "method": "GET", "headers": []}
+        asyncio.run(Door(answer)(connection.scope, receive, connection.send))
+        return weakref.ref(connection)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert ended()() is None
+    finally:
+        gc.enable()
+
+
+def test_later_ids_are_behind_earlier_ones() -> None:
+    first = [new_id("a_") for _ in range(200)]
+    time.sleep(0.002)
+    later = [new_id("a_") for _ in range(200)]
+    assert max(first) < min(later)
+    assert len({*first, *later}) == 400 and {len(one) for one in first} == {34}

@@ -14,9 +14,10 @@ import pytest
 from coterie.core.errors import Conflict, NotFound, Unavailable
 from coterie.core.events import InferenceMetrics
 from coterie.packages import sqlite as locked
+from coterie.service.receipts.store import ReceiptRow
 from coterie.service.records import log as module
 from coterie.service.records.log import InferenceRecords
-from coterie.service.records.store import SLACK, InferenceRecord, RecordQuery
+from coterie.service.records.store import SLACK, InferenceRecord, RecordQuery, RecordStore
 
 BASE = InferenceMetrics(
     job_id="",
@@ -301,3 +302,34 @@ def test_what_was_logged_is_on_disk_after_close(tmp_path: Path) -> None:
     run(tmp_path, look)
     kept = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert kept and not any(path.stat().st_mode & 0o077 for path in kept)
+
+
+def test_adding_costs_the_same_however_many_rows_there_are(tmp_path: Path) -> None:
+    """Counted in steps of SQLite's virtual machine: a busy machine does not change them."""
+    store = RecordStore(tmp_path / "records.db", 100_000, 100_000)
+    steps = 0
+
+    def count() -> int:
+        nonlocal steps
+        steps += 1
+        return 0
+
+    def cost_of(first: int) -> int:
+        nonlocal steps
+        steps = 0
+        names = [f"{number:06}" for number in range(first, first + SLACK)]
+        store.add([record(name, True) for name in names], [_receipt(name) for name in names])
+        return steps
+
+    store._db.set_progress_handler(count, 1)
+    cost_of(0)
+    few = cost_of(SLACK)
+    for turn in range(2, 12):
+        cost_of(turn * SLACK)
+    many = cost_of(12 * SLACK)
+    store.close()
+    assert many < 1.1 * few
+
+
+def _receipt(name: str) -> ReceiptRow:
+    return ReceiptRow(name, "t", "stop", b"{}", b"decision")

@@ -12,7 +12,7 @@ from typing import Any
 
 from coterie.api import errors
 from coterie.api.dialect import CollectedAnswer
-from coterie.api.door import new_id
+from coterie.api.door import short_id
 from coterie.api.errors import encode
 from coterie.api.tools.read import (
     ARGUMENTS,
@@ -88,7 +88,7 @@ def _blocks(parts: ChoiceParts) -> list[dict[str, Any]]:
 
 
 def _tool_use(name: str) -> dict[str, Any]:
-    return {"type": "tool_use", "id": new_id("toolu_")[:30], "name": name, "input": {}}
+    return {"type": "tool_use", "id": short_id("toolu_", 24), "name": name, "input": {}}
 
 
 def whole_input(arguments: str) -> dict[str, Any]:

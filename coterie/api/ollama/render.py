@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from coterie.api import errors
 from coterie.api.dialect import CollectedAnswer
-from coterie.api.door import new_id
+from coterie.api.door import short_id
 from coterie.api.errors import encode
 from coterie.api.openai.render import FINISH_REASONS, LOWEST_LOGPROB
 from coterie.api.tools.read import (
@@ -132,7 +132,7 @@ def call_fields(name: str, arguments: str, index: int) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         return None
     function = {"index": index, "name": name, "arguments": value}
-    return {"id": new_id("call_")[:13], "function": function}
+    return {"id": short_id("call_", 8), "function": function}
 
 
 def logprob_fields(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:

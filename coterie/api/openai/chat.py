@@ -11,7 +11,7 @@ from typing import Any
 
 from coterie import __version__
 from coterie.api.dialect import CollectedAnswer, CollectedChoice
-from coterie.api.door import new_id
+from coterie.api.door import short_id
 from coterie.api.errors import encode
 from coterie.api.openai.render import (
     DONE,
@@ -113,7 +113,7 @@ def _choice(shape: ChatShape, index: int, choice: CollectedChoice) -> tuple[dict
 
 def call_fields(name: str, arguments: str) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
-    return {"id": new_id("call_")[:29], "type": "function", "function": function}
+    return {"id": short_id("call_", 24), "type": "function", "function": function}
 
 
 class ChatStream:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from coterie.api.dialect import CollectedAnswer, CollectedChoice
-from coterie.api.door import new_id
+from coterie.api.door import new_id, short_id
 from coterie.api.errors import encode, public_message, status_of
 from coterie.api.openai.render import KEEPALIVE, chat_logprobs
 from coterie.api.responses.tools import CalledName, ResponseTools, custom_input
@@ -175,7 +175,7 @@ def new_item(kind: str, called: CalledName | None = None) -> OutputItem:
     if called is None:
         return OutputItem(kind, new_id(_IDS[kind]))
     prefix = "ctc_" if called.is_custom else _IDS[CALL]
-    return OutputItem(CALL, new_id(prefix), called, call_id=new_id("call_")[:29])
+    return OutputItem(CALL, new_id(prefix), called, call_id=short_id("call_", 24))
 
 
 class ItemChange(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,10 @@ from coterie.service.receipts.store import ReceiptRow, ReceiptTable
 MAX_DIGESTS = 100_000
 # rows above the limit before the oldest are removed: removing at every row would be slow
 SLACK = 256
+
+# pages that SQLite moves from its log to the database at one time: its own 1,000 take many
+# milliseconds, in which requests wait on a machine with one core
+CHECKPOINT_PAGES = 200
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS inferences (
@@ -56,6 +60,9 @@ ON CONFLICT (job_id) DO UPDATE SET
     submitted_at = excluded.submitted_at, experts = excluded.experts,
     digests = excluded.digests, outcome = excluded.outcome, metrics = excluded.metrics
 """
+
+# of a job that was not reported before
+_ADD_NEW = _ADD.partition("ON CONFLICT")[0] + "ON CONFLICT (job_id) DO NOTHING"
 
 _COUNT = """
 INSERT INTO outcomes (digest, valid, judged, changed_at) VALUES (?, ?, ?, ?)
@@ -118,6 +125,7 @@ class RecordStore:
         # it holds comments of callers
         self._db = connect(path, private=True)
         with database_errors(path):
+            self._db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
             self._db.executescript(_SCHEMA + RECEIPTS)
             self._receipts = ReceiptTable(self._db, max_receipts)
             with transaction(self._db) as db:
@@ -144,16 +152,21 @@ class RecordStore:
         self, records: Sequence[InferenceRecord], receipts: Sequence[ReceiptRow] = ()
     ) -> set[str]:
         """Add all rows or none. Returns the digests whose rates have changed."""
-        changed: set[str] = set()
         with database_errors(self._path), transaction(self._db) as db:
+            counts: dict[str, list[int]] = {}
             for record in records:
-                changed.update(self._add(db, record))
+                outcome = self._add(db, record)
+                for digest in record.digests if outcome is not None else ():
+                    count = counts.setdefault(digest, [0, 0])
+                    count[0] += int(bool(outcome))
+                    count[1] += 1
+            _count(db, counts)
             self._since_trim += len(records)
             if self._since_trim >= SLACK:
                 self._trim(db)
             if receipts:
                 self._receipts.put(receipts)
-        return changed
+        return set(counts)
 
     def add_left_behind(self, receipts: Iterable[ReceiptRow]) -> None:
         """Add the receipts of a server that was killed, if they are not here yet."""
@@ -184,27 +197,29 @@ class RecordStore:
         with database_errors(self._path):
             return list(self._receipts.decisions(limit))
 
-    def _add(self, db: sqlite3.Connection, record: InferenceRecord) -> Iterable[str]:
+    def _add(self, db: sqlite3.Connection, record: InferenceRecord) -> bool | None:
+        """Returns the outcome that counts now; None if none does."""
         job_id, outcome = record.metrics.job_id, record.outcome
+        names = "\n".join(("", *record.metrics.experts_used, ""))
+        values = (
+            job_id, record.tenant, record.metrics.submitted_at, names, " ".join(record.digests),
+            None if outcome is None else int(outcome), msgspec.json.encode(record.metrics),
+        )  # fmt: skip
+        if self._max_records and db.execute(_ADD_NEW, values).rowcount == 1:
+            return outcome
         ask = "SELECT tenant, digests, outcome, verdict FROM inferences WHERE job_id = ?"
         known = db.execute(ask, (job_id,)).fetchone()
         if known is not None and known[0] != record.tenant:
-            return ()
+            return None
         before = None if known is None else known[3] if known[3] is not None else known[2]
         if before is not None:
             # a job that ran again counts as it did the first time
             outcome = None if known[2] is None else bool(known[2])
         if self._max_records:
-            names = "\n".join(("", *record.metrics.experts_used, ""))
-            digests = " ".join(record.digests) if before is None else known[1]
-            db.execute(_ADD, (
-                job_id, record.tenant, record.metrics.submitted_at, names, digests,
-                None if outcome is None else int(outcome), msgspec.json.encode(record.metrics),
-            ))  # fmt: skip
-        if before is not None or outcome is None:
-            return ()
-        _count(db, record.digests, int(outcome), 1)
-        return record.digests
+            digests = values[4] if before is None else known[1]
+            kept = None if outcome is None else int(outcome)
+            db.execute(_ADD, (*values[:4], digests, kept, values[6]))
+        return outcome if before is None else None
 
     def judge(self, job_id: str, tenant: str, good: bool, comment: str) -> VerdictEffect:
         """Store a caller's verdict on its own job."""
@@ -222,9 +237,9 @@ class RecordStore:
             )
             digests = row[0].split()
             if row[1] is None:
-                _count(db, digests, int(good), 1)
+                _count(db, dict.fromkeys(digests, (int(good), 1)))
             else:
-                _count(db, digests, int(good) - row[1], 0)
+                _count(db, dict.fromkeys(digests, (int(good) - row[1], 0)))
         metrics = self._decode.decode(row[3])
         return VerdictEffect(
             tuple(digests), metrics.specialist, metrics.finished_at, is_checked=row[1] is not None
@@ -253,13 +268,14 @@ class RecordStore:
 
     def _trim(self, db: sqlite3.Connection) -> None:
         self._since_trim = 0
+        # by numbers, of which few are missing: to count the rows takes longer the more there are
         db.execute(
-            "DELETE FROM inferences WHERE number <= "
-            "(SELECT number FROM inferences ORDER BY number DESC LIMIT 1 OFFSET ?)",
+            "DELETE FROM inferences WHERE number <= (SELECT max(number) FROM inferences) - ?",
             (self._max_records,),
         )
 
 
-def _count(db: sqlite3.Connection, digests: Iterable[str], valid: int, judged: int) -> None:
+def _count(db: sqlite3.Connection, counts: Mapping[str, Sequence[int]]) -> None:
+    """By digest: valid answers, and judged ones, that are added."""
     now = time.time()
-    db.executemany(_COUNT, [(digest, valid, judged, now) for digest in digests])
+    db.executemany(_COUNT, [(digest, *count, now) for digest, count in counts.items()])
