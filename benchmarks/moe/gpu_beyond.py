@@ -4,11 +4,14 @@ All experts are in pinned RAM, SHARE percent of them in slots, or as many as fit
 beside weights, KV and what a step needs. Draws are seeded. Routing is uniform,
 which is the worst case for a cache, or skewed (`--routing zipf`). The limit is the bytes that have
 to cross the link at this share of hits, over the bandwidth of pinned copies in the same run; in
-decode over that and the CPU's rate together, which both read the same RAM.
+decode over what copies and plain reads of the CPU reach at the same time: both read the same RAM.
+`limit_apart` is the limit if each had RAM for itself, with the rate of the CPU's own kernels.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -39,6 +42,8 @@ STEP_BYTES = 1_200_000_000
 KINDS = ("bf16", "int4")
 STREAMS = (1, 8)
 PROMPT = 8192
+# how long copies and reads run beside each other
+JOINT_S = 0.7
 # tok/s, wanted
 GOALS = {
     "bf16-resident-25-decode-1": 34,
@@ -97,6 +102,36 @@ def link_bandwidth(device: str) -> float:
     source = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(source, device=device)
     return len(source) / timed(lambda: target.copy_(source, non_blocking=True), device)
+
+
+@cache
+def joint_bandwidth(device: str) -> tuple[float, float]:
+    """Bytes per second of copies to the device and of the CPU's reads, both at the same time."""
+    if device == "cpu":
+        return 1e10, 1e10
+    source = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    memory, read, ended = torch.ones(1 << 29), 0, threading.Event()
+    memory.sum()
+
+    def read_memory() -> None:
+        nonlocal read
+        while not ended.is_set():
+            memory.sum()
+            read += memory.nbytes
+
+    torch.cuda.synchronize()
+    begin, copied = time.perf_counter(), 0
+    reader = threading.Thread(target=read_memory)
+    reader.start()
+    while time.perf_counter() - begin < JOINT_S:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        copied += len(source)
+    copy_s = time.perf_counter() - begin
+    ended.set()
+    reader.join()
+    return copied / copy_s, read / (time.perf_counter() - begin)
 
 
 def beyond_cases(sizes: Sizes, real: bool, strategies: Sequence[str] = ()) -> Iterator[Case]:
@@ -160,18 +195,20 @@ def _decode(sizes: Sizes, streams: int, model: CausalLM) -> dict[str, Any]:
     link, share = link_bandwidth(sizes.device), runtime.report()["cpu_share"]
     cpu = share.get("measured_cpu_rate", 0.0)
     crossing = all_bytes * (1 - found["hit_rate"])
-    seconds = max(
-        crossing / (link + cpu), (model.weight_bytes + all_bytes) / read_bandwidth(sizes.device)
-    )
-    limit = streams / seconds
+    device_s = (model.weight_bytes + all_bytes) / read_bandwidth(sizes.device)
+    copies, reads = joint_bandwidth(sizes.device) if cpu else (link, 0.0)
+    limit = streams / max(crossing / (copies + reads), device_s)
     return found | {
         "link_GB_s": link / 1e9,
         "crossing_GB": crossing / 1e9,
         "cpu_GB_s": cpu / 1e9,
+        "joint_link_GB_s": copies / 1e9,
+        "joint_cpu_GB_s": reads / 1e9,
         "cpu_part": share.get("part", 0.0),
         "cpu_wait_s": share.get("wait_s", 0.0),
         "limit": limit,
         "share": found["decode_tok_s"] / limit,
+        "limit_apart": streams / max(crossing / (link + cpu), device_s),
     }
 
 
