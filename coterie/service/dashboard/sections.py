@@ -15,6 +15,7 @@ import msgspec
 
 from coterie.core.job import Job
 from coterie.core.request import own_tenant
+from coterie.service.breaker.watch import DRAINING
 from coterie.service.dashboard.activity import FollowedRequest, RequestActivity
 from coterie.service.dashboard.stage import StageInputs, stage_of
 from coterie.service.ensemble import EnsembleService
@@ -97,7 +98,7 @@ class DashboardSections:
             return {}
         replicas = self._replicas()
         status = self._ensemble.status()
-        del status["specialists"]
+        del status["specialists"], status["replicas"]
         maps = {
             replica.name: asdict(found)
             for replica, item in replicas.values()
@@ -127,7 +128,7 @@ class DashboardSections:
             "model": item.model,
             "context": item.context,
             "is_remote": item.is_remote,
-            "replicas": {replica.name: replica.state() for replica in item.replicas.members},
+            "replicas": {one.name: self._state(one) for one in item.replicas.members},
             "max_queue": sum(state.max_queue for state in states),
             "kv_total": sum(state.total_tokens for state in states),
             "kv_free": sum(state.free_tokens for state in states),
@@ -138,11 +139,15 @@ class DashboardSections:
             "generation_tokens": series.generation_tokens.value,
         }
 
+    def _state(self, replica: Replica) -> str:
+        is_drained = replica.healthy() and replica.name in self._ensemble.drained()
+        return DRAINING if is_drained else replica.state()
+
     def _engine(self, replica: Replica, item: ServedSpecialist) -> dict[str, Any]:
         info, stats = item.info, replica.stats()
         shown = {
             "name": replica.name,
-            "state": replica.state(),
+            "state": self._state(replica),
             "specialists": [
                 other.name
                 for other in self._fleet.served.values()
