@@ -229,6 +229,8 @@ def test_the_events_of_a_call(taught_server: Served) -> None:
     deltas = [event for event in events if event.type == f"{name}.delta"]
     assert "".join(event.delta for event in deltas) == call.arguments
     assert {(event.output_index, event.item_id) for event in deltas} == {(1, call.id)}
+    [done] = [event for event in events if event.type == f"{name}.done"]
+    assert (done.arguments, done.model_extra) == (call.arguments, {"name": "weather"})
     whole = checked_response(taught_server.post(PATH, body | {"stream": False}))
     assert [item.type for item in whole.output] == ["message", "function_call"]
     assert whole.output[1].arguments == call.arguments
