@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import random
 import threading
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import ollama
 import openai
@@ -523,6 +525,32 @@ def test_a_killed_encoder_restarts_and_answers(encoders: Encoders) -> None:
     assert encoder_process(encoders).pid != process.pid
 
 
+def assert_in_flight(encoders: Encoders) -> None:
+    """The dashboard shows what is computed, to each tenant its own."""
+    rows = in_flight(encoders, FULL)
+    assert [row["stage"] for row in rows] == ["encoding"] * 3
+    assert all(row["specialist"] == "tiny-bert" and row["replica"] == "n0r0" for row in rows)
+    assert all((row["inputs"], row["prompt_tokens"]) == (50, 3000) for row in rows)
+    [row] = in_flight(encoders, ENCODERS_ONLY)
+    assert (row["intent"], row["inputs"]) == ("embeddings", 1)
+    assert row["why"] == "9,000 tokens of others wait or run", row
+
+
+def in_flight(encoders: Encoders, key: str) -> list[dict[str, Any]]:
+    with (
+        httpx.Client(base_url=encoders.served.url, timeout=20) as client,
+        client.stream(
+            "GET", "/v1/dashboard/events", headers={"authorization": f"Bearer {key}"}
+        ) as reply,
+    ):
+        assert reply.status_code == 200
+        for line in reply.iter_lines():
+            if line.startswith("data:") and '"requests"' in line:
+                found: list[dict[str, Any]] = json.loads(line[5:])["requests"]["data"]
+                return found
+    raise AssertionError("no snapshot came")
+
+
 def test_one_tenant_leaves_room_for_another(encoders: Encoders) -> None:
     process, replies = encoder_process(encoders), dict[str, list[Any]]()
     many = {"model": "tiny-bert", "input": [[7] * 60] * 50}
@@ -548,6 +576,7 @@ def test_one_tenant_leaves_room_for_another(encoders: Encoders) -> None:
         while encoders.metric("coterie_encoder_waiting_tokens") <= 9000:
             assert time.monotonic() < deadline
             time.sleep(0.02)
+        assert_in_flight(encoders)
     finally:
         process.resume()
     for one in callers:

@@ -92,8 +92,12 @@ class EncoderQueue:
         rate = (waiting + tokens) / max(time.monotonic() - begun, 1e-4)
         self._speed += (NEWEST if self._speed else 1.0) * (rate - self._speed)
 
+    def expected_s(self) -> float:
+        """Until everything that is in it now is computed."""
+        return self.tokens.used / (self._speed or FIRST_SPEED)
+
     def _overloaded(self, why: str) -> Overloaded:
-        wait_s = self.tokens.used / (self._speed or FIRST_SPEED) / 2
+        wait_s = self.expected_s() / 2
         return Overloaded(
             f"the encoder `{self._name}` is full: {why}; try again later",
             retry_after_s=min(max(wait_s, 0.5), 60.0),

@@ -107,6 +107,20 @@ class EncodeAnswer:
         return sum(self.num_tokens)
 
 
+@dataclass(slots=True)
+class OpenEncoding:
+    """A request in flight. Times are time.monotonic()."""
+
+    caller: EncodeCaller
+    served: ServedEncoder
+    num_inputs: int
+    # 0 until it is tokenised
+    num_tokens: int = 0
+    # when it got a place among those that wait and run, and by when it should be done
+    placed_at: float | None = None
+    due_at: float = 0.0
+
+
 class EncoderService:
     """For one event loop."""
 
@@ -120,6 +134,8 @@ class EncoderService:
         # one thread: tokenising is short, and large requests wait for each other
         self._thread = ThreadPoolExecutor(1, "encoder-tokens")
         self._queues: dict[str, EncoderQueue] = {}
+        # by the job's id
+        self.open: dict[str, OpenEncoding] = {}
         self._closed = False
 
     def bind(self, registry: MetricRegistry, quotas: TenantQuotas) -> None:
@@ -212,6 +228,8 @@ class EncoderService:
     ) -> EncodeAnswer:
         """Raises a typed error before any work for what does not fit."""
         begun, receipt = time.monotonic(), caller.receipt
+        item = OpenEncoding(caller, served, request.num_inputs)
+        self.open[caller.job_id] = item
         try:
             _check_number(request, served.limits)
             queue, share = self._queue(served), caller.share
@@ -223,6 +241,8 @@ class EncoderService:
                 total = sum(len(item.ids) for item in inputs)
                 quota.reserve(total, 0)
                 with queue.place(caller.owner, share, total):
+                    item.num_tokens, item.placed_at = total, time.monotonic()
+                    item.due_at = item.placed_at + queue.expected_s()
                     receipt.admitted(total)
                     work = served.source.encode(caller.job_id, caller.tenant, inputs)
                     try:
@@ -243,9 +263,15 @@ class EncoderService:
         except Exception:
             receipt.failed(InternalError("the server failed to answer"))
             raise
+        finally:
+            self.open.pop(caller.job_id, None)
         receipt.finished(computed.compute_s)
         self._count(served.name, request.num_inputs, total, time.monotonic() - begun)
         return EncodeAnswer(computed.rows, tuple(len(item.ids) for item in inputs))
+
+    def waiting_beside(self, item: OpenEncoding) -> int:
+        """Tokens of other requests that wait or run at the same encoder."""
+        return max(self._queue(item.served).tokens.used - item.num_tokens, 0)
 
     def _queue(self, served: ServedEncoder) -> EncoderQueue:
         queue = self._queues.get(served.name)
