@@ -1,4 +1,4 @@
-# setup makes .venv; every other target builds on it, so each works alone on a fresh clone.
+# setup makes .venv; every other target but docs-site builds on it, so each works alone on a fresh clone.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -79,9 +79,10 @@ docs: setup
 	$(BIN)/python scripts/generate_proto.py
 
 # the pages as a site in build/site, its links checked
-docs-site: setup
-	@$(BIN)/python -m pip install -q --disable-pip-version-check mkdocs-material==9.6.22
-	$(BIN)/python scripts/make_site.py
+docs-site:
+	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install -q --disable-pip-version-check mkdocs-material==9.6.22
+	.venv-docs/bin/python scripts/make_site.py
 
 clean:
-	rm -rf $(VENV) .venv-peers* .cache build dist *.egg-info sdk/typescript/node_modules sdk/typescript/dist
+	rm -rf $(VENV) .venv-peers* .venv-docs .cache build dist *.egg-info sdk/typescript/node_modules sdk/typescript/dist

@@ -469,7 +469,7 @@ class SpecialistSloAnswer(BaseModel):
     """What one specialist delivers, in the last `window_s` seconds, and how it stands."""
 
     specialist: str
-    breaker: Literal["closed", "shadow_only", "ejected"]
+    breaker: Literal["closed", "shadow_only", "ejected", "draining"]
     # demoted by an admin
     held: bool
     changed_at: float | None
@@ -478,6 +478,9 @@ class SpecialistSloAnswer(BaseModel):
     running: int
     waiting: int
     ejected: list[str]
+    # an admin lets what runs end; nothing new begins. The second: replicas of which the same is so
+    draining: bool
+    drained: list[str]
     ttft: ShownQuantiles
     itl: ShownQuantiles
     # None if nothing was measured
@@ -493,6 +496,17 @@ class SpecialistSloAnswer(BaseModel):
 
 class SpecialistStatus(SpecialistSloAnswer):
     object: Literal["ensemble.specialist"]
+
+
+class ShownReplica(BaseModel):
+    replica: str
+    draining: bool
+    # requests that were sent there and have not ended
+    in_flight: int
+
+
+class ReplicaStatus(ShownReplica):
+    object: Literal["ensemble.replica"]
 
 
 class SloList(BaseModel):
@@ -525,6 +539,7 @@ class CanaryStatus(BaseModel):
 class EnsembleStatus(BaseModel):
     object: Literal["ensemble"]
     specialists: list[SpecialistSloAnswer]
+    replicas: list[ShownReplica]
     intents: dict[str, ShownIntent]
     canaries: list[dict[str, Any]]
     shadows: dict[str, int]

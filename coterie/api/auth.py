@@ -16,10 +16,8 @@ from urllib.parse import urlsplit
 
 from coterie.core.config import ServerSettings
 from coterie.core.errors import ConfigError, Forbidden, MisdirectedRequest, Unauthenticated
-from coterie.core.request import MAX_PRIORITY, KeyRights
+from coterie.core.request import MAX_PRIORITY, OPEN_TENANT, KeyRights
 
-# the tenant of every caller when there are no keys
-OPEN_TENANT = "local"
 # an admin who reads what both callers and admins may: receipts, and the stream of the dashboard; no
 # tenant has this name
 ADMIN_TENANT = "*admin*"

@@ -18,11 +18,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coterie.api import errors
-from coterie.api.auth import OPEN_TENANT, AccessKeys, OriginCheck
+from coterie.api.auth import AccessKeys, OriginCheck
 from coterie.core.errors import CoterieError, InternalError
 from coterie.core.plan import RoutePlan
 from coterie.core.receipt import Receipt, reason_of
-from coterie.core.request import MAX_PRIORITY
+from coterie.core.request import MAX_PRIORITY, OPEN_TENANT
 from coterie.obs.log import log
 from coterie.obs.tracing.spans import RequestTrace
 from coterie.obs.tracing.tracer import RequestTracer

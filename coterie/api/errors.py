@@ -77,6 +77,7 @@ _NOT_FOUND = {
     "action": "not_found",
     "intent": "not_found",
     "subject": "not_found",
+    "replica": "not_found",
 }
 
 

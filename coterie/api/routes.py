@@ -451,6 +451,7 @@ def _ensemble_routes(ends: EnsembleEndpoints) -> Sequence[RouteRow]:
     slo = RouteReplies((answers.SloList,), (401, 500, 503))
     shown = RouteReplies((answers.EnsembleStatus,), _LIST_EXPERTS)
     acted = RouteReplies((answers.SpecialistStatus,), (*_CHANGE_EXPERTS, 409))
+    drained = RouteReplies((answers.ReplicaStatus,), (*_CHANGE_EXPERTS, 409))
     intent = RouteReplies((answers.IntentStatus,), (*_CHANGE_EXPERTS, 409))
     canary = RouteReplies((answers.CanaryStatus,), (*_CHANGE_EXPERTS, 409))
     audit = RouteReplies((answers.AuditList,), (400, *_LIST_EXPERTS))
@@ -461,6 +462,10 @@ def _ensemble_routes(ends: EnsembleEndpoints) -> Sequence[RouteRow]:
         RouteRow(
             _POST, "/v1/ensemble/specialists/{name}/{action}", ends.act_on_specialist, "ensemble",
             acted, ReasonBody,
+        ),
+        RouteRow(
+            _POST, "/v1/ensemble/replicas/{name}/{action}", ends.act_on_replica, "ensemble",
+            drained, ReasonBody,
         ),
         RouteRow(("PATCH",), one, ends.set_thresholds, "ensemble", intent, ThresholdsBody),
         RouteRow(_DELETE, one, ends.clear_thresholds, "ensemble", intent),

@@ -6,6 +6,7 @@ Everything here takes effect at once, can be taken back, and is in the audit log
 from __future__ import annotations
 
 import argparse
+import time
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
@@ -20,6 +21,7 @@ examples:
   coterie ensemble status --admin-key-file admins.txt
   coterie ensemble demote sql --reason "bad release"
   coterie ensemble restore sql
+  coterie ensemble drain sql --wait
   coterie ensemble audit
 
 The key: --admin-key-file, or COTERIE_ADMIN_KEY. coterie ensemble ACTION --help
@@ -43,6 +45,20 @@ examples:
 
 Undoes a demotion by an operator or by the breaker, a spike, and the ejection of
 replicas. Evidence starts anew: a specialist that is still bad is demoted again.
+"""
+_DRAIN = """\
+examples:
+  coterie ensemble drain sql --reason "new weights" --wait
+  coterie ensemble drain g0r1 --replica
+
+Nothing new begins there, not even shadows; what runs or waits ends as usual.
+New requests go to its fallback; those that name it, or for which there is no
+fallback, get 529 (saturated). A replica: the others of the specialist take all.
+"""
+_UNDRAIN = """\
+examples:
+  coterie ensemble undrain sql
+  coterie ensemble undrain g0r1 --replica
 """
 _THRESHOLDS = """\
 examples:
@@ -77,6 +93,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action = menu.add(name, act, about, epilog)
         action.add_argument("specialist", metavar="SPECIALIST")
         action.add_argument("--reason", default="", metavar="TEXT", help="for the audit log")
+        _add_server(action)
+    for name, act, about, epilog in (
+        ("drain", drain, "let a specialist or a replica finish and take nothing new", _DRAIN),
+        ("undrain", undrain, "let it take requests again", _UNDRAIN),
+    ):
+        action = menu.add(name, act, about, epilog)
+        action.add_argument("subject", metavar="NAME", help="of a specialist")
+        action.add_argument("--replica", action="store_true", help="NAME is that of a replica")
+        action.add_argument("--reason", default="", metavar="TEXT", help="for the audit log")
+        if name == "drain":
+            action.add_argument("--wait", action="store_true", help="until nothing is in flight")
         _add_server(action)
     action = menu.add("thresholds", thresholds, "show or change those of intents", _THRESHOLDS)
     action.add_argument("intent", nargs="?", metavar="INTENT")
@@ -114,6 +141,19 @@ def demote(args: argparse.Namespace) -> int:
 
 def restore(args: argparse.Namespace) -> int:
     return _act(args, "restore")
+
+
+def drain(args: argparse.Namespace) -> int:
+    report = _drain(args, "drain")
+    while args.wait and _in_flight(report):
+        time.sleep(POLL_S)
+        report = _drained(args)
+    return show(args, report, f"{args.subject}: draining, {_in_flight(report)} in flight")
+
+
+def undrain(args: argparse.Namespace) -> int:
+    report = _drain(args, "undrain")
+    return show(args, report, f"{args.subject}: takes requests")
 
 
 def thresholds(args: argparse.Namespace) -> int:
@@ -179,6 +219,8 @@ def share(text: str) -> float:
 
 
 _WORDS = ("specialist", "breaker", "spike")
+# between two looks at what is still in flight
+POLL_S = 0.5
 
 
 def _act(args: argparse.Namespace, action: str) -> int:
@@ -186,6 +228,31 @@ def _act(args: argparse.Namespace, action: str) -> int:
     report = ask(args, "POST", path, {"reason": args.reason})
     held = " by an operator" if report["held"] else ""
     return show(args, report, f"{args.specialist}: {report['breaker']}{held}")
+
+
+def _drain(args: argparse.Namespace, action: str) -> dict[str, Any]:
+    kind = "replicas" if args.replica else "specialists"
+    path = f"/v1/ensemble/{kind}/{quote(args.subject, safe='')}/{action}"
+    report: dict[str, Any] = ask(args, "POST", path, {"reason": args.reason})
+    return report
+
+
+def _drained(args: argparse.Namespace) -> dict[str, Any]:
+    """How it stands now; what somebody undrained meanwhile is not waited for."""
+    status = ask(args, "GET", "/v1/ensemble")
+    key, rows = (
+        ("replica", status["replicas"]) if args.replica else ("specialist", status["specialists"])
+    )
+    found = [row for row in rows if row[key] == args.subject and row["draining"]]
+    if not found:
+        raise ConfigError(f"{args.subject} is not draining any more", param=key)
+    return dict(found[0])
+
+
+def _in_flight(report: dict[str, Any]) -> int:
+    if "in_flight" in report:
+        return int(report["in_flight"])
+    return int(report["running"]) + int(report["waiting"])
 
 
 def _row(item: dict[str, Any]) -> list[str]:

@@ -55,7 +55,7 @@ class ReceiptPlan:
     intent: str
     confidence: float
     reasons: tuple[str, ...]
-    # "closed", "shadow_only", "ejected" ... of the specialist that was chosen first
+    # "closed", "shadow_only", "ejected", "draining" ... of the specialist that was chosen first
     breaker: str
     # the specialist that answered too, only to be judged; "" = none
     shadow: str

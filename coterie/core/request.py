@@ -239,6 +239,10 @@ class KeyRights:
 EVERY_RIGHT = KeyRights(MAX_PRIORITY)
 
 
+# everybody's, on a server without keys
+OPEN_TENANT = "local"
+
+
 def own_tenant(tenant: str) -> str:
     """The tenant without its salt. A salt separates a tenant's prefix blocks and nothing else."""
     return tenant.partition("+")[0] if "+" in tenant else tenant

@@ -70,7 +70,7 @@ function forget() {
   panels.specialists.show([], 0, false);
   panels.requests.show({ total: 0, data: [] });
   panels.answers.clear();
-  panels.engines.show([]);
+  panels.engines.show([], false);
   panels.adapters.show({ total: 0, data: [] });
   panels.residency.show({}, []);
   panels.jobs.show({ counts: null, data: [] }, 0);
@@ -90,7 +90,7 @@ function update(data) {
   } else if (state.specialists) panels.specialists.show(state.specialists, data.at, hello.controls);
   if (data.requests) panels.requests.show(data.requests);
   if (data.engines) {
-    panels.engines.show(data.engines);
+    panels.engines.show(data.engines, hello.controls);
     panels.adapters.showRoom(data.engines);
   }
   if (data.adapters) panels.adapters.show(data.adapters);

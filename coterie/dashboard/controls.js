@@ -87,6 +87,48 @@ export function restore(item) {
   });
 }
 
+// `kind`: specialists or replicas
+function drainOrNot(kind, name, action, words) {
+  ask({
+    ...words,
+    asksReason: true,
+    act: async (reason) => {
+      await send("POST", `v1/ensemble/${kind}/${encodeURIComponent(name)}/${action}`, { reason });
+      return action === "drain" ? `${name} is draining` : `${name} takes requests again`;
+    },
+  });
+}
+
+export function drain(item) {
+  const name = item.specialist;
+  const others = item.fallback === name ? "they are refused: it has no fallback" : `they go to ${item.fallback}`;
+  drainOrNot("specialists", name, "drain", {
+    title: `Drain ${name}?`,
+    text: `It takes no new requests: ${others}; those that name it are refused. What runs or waits ends as usual. It stays so until somebody undrains it.`,
+    verb: "Drain",
+  });
+}
+
+export function undrain(item) {
+  drainOrNot("specialists", item.specialist, "undrain", {
+    title: `Undrain ${item.specialist}?`, text: "Requests go to it again at once.", verb: "Undrain",
+  });
+}
+
+export function drainReplica(item) {
+  drainOrNot("replicas", item.name, "drain", {
+    title: `Drain ${item.name}?`,
+    text: `It takes no new requests: the other replicas of ${item.specialists.join(", ")} do. What it has begun ends as usual. It stays so until somebody undrains it.`,
+    verb: "Drain",
+  });
+}
+
+export function undrainReplica(item) {
+  drainOrNot("replicas", item.name, "undrain", {
+    title: `Undrain ${item.name}?`, text: "Requests go to it again at once.", verb: "Undrain",
+  });
+}
+
 function stopCanary(item) {
   ask({
     title: `Stop the canary of ${item.subject}?`,

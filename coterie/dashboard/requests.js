@@ -4,7 +4,7 @@ import { announce, byId, fill, keyed, make, pill, setPill, setText } from "./dom
 import { age, clock, count, duration } from "./format.js";
 import { outcomeOf, receiptView, whoOf, whyOf } from "./receipt.js";
 
-const STAGES = { preparing: "", waiting: "warn", prompt: "busy", answering: "busy", checking: "busy" };
+const STAGES = { preparing: "", waiting: "warn", prompt: "busy", answering: "busy", checking: "busy", encoding: "busy" };
 // answers that are kept; of them, those that are shown at first
 const MOST = 200;
 const PAGE = 20;
@@ -43,13 +43,15 @@ export class RequestPanel {
       who.title = item.id;
       const slow = item.is_slow ? "slow: " : "";
       setText(why, item.why ? `${slow}${item.why}` : this.progress(item));
-      setText(tokens, `${count(item.prompt_tokens)} → ${count(item.tokens)}${item.max_tokens ? `/${count(item.max_tokens)}` : ""}`);
-      tokens.title = "prompt tokens → answer tokens / limit";
+      // an encoder writes no tokens
+      setText(tokens, item.inputs ? count(item.prompt_tokens) : `${count(item.prompt_tokens)} → ${count(item.tokens)}${item.max_tokens ? `/${count(item.max_tokens)}` : ""}`);
+      tokens.title = item.inputs ? "tokens of all inputs" : "prompt tokens → answer tokens / limit";
       setText(old, age(now - item.arrived_at));
     });
   }
 
   progress(item) {
+    if (item.stage === "encoding") return `${item.intent} of ${count(item.inputs)} inputs`;
     return item.stage === "answering" ? "writing its answer" : "";
   }
 }

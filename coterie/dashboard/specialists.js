@@ -2,7 +2,7 @@
 
 import { byId, fill, keyed, make, pill, rowOf, setClass, setPill, setText, tableOf } from "./dom.js";
 import { bytes, count, milliseconds, percent, rate } from "./format.js";
-import { demote, restore } from "./controls.js";
+import { demote, drain, drainReplica, restore, undrain, undrainReplica } from "./controls.js";
 
 const COLUMNS = [
   ["Specialist", "wide bare"], ["State"], ["Run / wait", "num"], ["First token ms", "num"],
@@ -13,13 +13,22 @@ const SPIKES = { fewer_shadows: "spike 1", spill: "spike 2", priority_floor: "sp
 export function stateOf(item) {
   const down = Object.values(item.replicas).filter((state) => state !== "up");
   if (down.length && down.length === Object.keys(item.replicas).length) return [down[0], "bad"];
+  if (item.draining) return ["draining", "warn"];
   if (item.breaker !== "closed") return [item.held ? "demoted" : item.breaker.replaceAll("_", " "), "bad"];
   if (SPIKES[item.spike]) return [SPIKES[item.spike], "warn"];
   return down.length ? [`${down.length} ${down[0]}`, "warn"] : ["serving", "good"];
 }
 
+// A button in a row, if the operator may use it.
+function offer(parent, button, isOffered, verb, name) {
+  if (!isOffered) return button.remove();
+  setText(button, `${verb}…`);
+  button.setAttribute("aria-label", `${verb} ${name}`);
+  if (button.parentElement === null) parent.append(button);
+}
+
 function canRestore(item) {
-  return item.breaker !== "closed" || item.spike !== "normal" || item.ejected.length > 0;
+  return item.held || ["shadow_only", "ejected"].includes(item.breaker) || item.spike !== "normal" || item.ejected.length > 0;
 }
 
 function quantiles(cell, values, isKept) {
@@ -85,6 +94,8 @@ export class SpecialistPanel {
     cells[7].append(makeMeter());
     row.act = make("button", { type: "button", class: "quiet" });
     row.act.addEventListener("click", () => (canRestore(row.item) ? restore : demote)(row.item));
+    row.drain = make("button", { type: "button", class: "quiet" });
+    row.drain.addEventListener("click", () => (row.item.draining ? undrain : drain)(row.item));
     return row;
   }
 
@@ -109,12 +120,9 @@ export class SpecialistPanel {
     meter.setAttribute("role", "img");
     meter.setAttribute("aria-label", `KV ${share} used`);
     // without a fallback nobody would answer in its place
-    if (canControl && (canRestore(item) || item.fallback !== item.specialist)) {
-      const verb = canRestore(item) ? "Restore" : "Demote";
-      setText(row.act, `${verb}…`);
-      row.act.setAttribute("aria-label", `${verb} ${item.specialist}`);
-      if (row.act.parentElement === null) cells[8].append(row.act);
-    } else row.act.remove();
+    const mayAct = canControl && (canRestore(item) || item.fallback !== item.specialist);
+    offer(cells[8], row.act, mayAct, canRestore(item) ? "Restore" : "Demote", item.specialist);
+    offer(cells[8], row.drain, canControl, item.draining ? "Undrain" : "Drain", item.specialist);
   }
 
   showLanes(items) {
@@ -147,15 +155,25 @@ export class EnginePanel {
     byId("engines-body").append(this.list);
   }
 
-  show(engines) {
+  show(engines, canControl) {
     byId("engines-part").hidden = engines.length === 0;
+    const served = new Map();
+    for (const item of engines) served.set(String(item.specialists), (served.get(String(item.specialists)) ?? 0) + 1);
     keyed(this.list, engines, (item) => item.name, () => {
       const state = pill("");
-      return make("li", {}, make("div", { class: "head" }, make("span", { class: "name" }), state), make("div", { class: "muted" }), make("div", { class: "muted" }));
+      const row = make("li", {}, make("div", { class: "head" }, make("span", { class: "name" }), state), make("div", { class: "muted" }), make("div", { class: "muted" }));
+      row.drain = make("button", { type: "button", class: "quiet" });
+      row.drain.addEventListener("click", () => (row.item.state === "draining" ? undrainReplica : drainReplica)(row.item));
+      return row;
     }, (row, item) => {
+      row.item = item;
       const [head, facts, figures] = row.children;
       setText(head.children[0], `${item.name}: ${item.specialists.join(", ")}`);
-      setPill(head.children[1], item.state, item.state === "up" ? "good" : "bad");
+      const isDraining = item.state === "draining";
+      setPill(head.children[1], item.state, item.state === "up" ? "good" : isDraining ? "warn" : "bad");
+      // the last one is not drained: its specialist is
+      const mayDrain = canControl && (isDraining || served.get(String(item.specialists)) > 1);
+      offer(head, row.drain, mayDrain, isDraining ? "Undrain" : "Drain", item.name);
       setText(facts, [
         item.architecture, item.dtype, item.device, item.threads ? `${item.threads} threads` : "",
         item.weight_bytes ? `${bytes(item.weight_bytes)} weights` : "", item.kv_bytes ? `${bytes(item.kv_bytes)} KV` : "",

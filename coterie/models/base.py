@@ -29,6 +29,7 @@ from coterie.models.arch import (
     mistral,
     mixtral,
     olmoe,
+    qwen2,
     qwen3,
     qwen3_moe,
 )
@@ -72,6 +73,7 @@ class Architecture:
 MODELS: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(llama.read),
     "MistralForCausalLM": Architecture(mistral.read),
+    "Qwen2ForCausalLM": Architecture(qwen2.read),
     "Qwen3ForCausalLM": Architecture(qwen3.read),
     "Qwen3MoeForCausalLM": Architecture(qwen3_moe.read),
     "MixtralForCausalLM": Architecture(mixtral.read),

@@ -343,8 +343,8 @@ ENSEMBLE_METRICS = (
     ),
     Metric("coterie_correctness_judged", "gauge", "Answers judged in the window.", _MODEL),
     Metric(
-        "coterie_breaker_state", "gauge", "1 for the state: closed, shadow_only or ejected.",
-        ("model_name", "state"),
+        "coterie_breaker_state", "gauge",
+        "1 for the state: closed, shadow_only, ejected or draining.", ("model_name", "state"),
     ),
     Metric(
         "coterie_spike_level", "gauge",

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coterie.core.errors import Conflict, CoterieError, Unavailable
+from coterie.core.errors import Conflict, CoterieError, Saturated, Unavailable
 from coterie.core.receipt import CLOSED
 from coterie.core.request import AUTO, MAX_PRIORITY
 from coterie.core.snapshot import EnsembleConfig
@@ -23,7 +23,7 @@ from coterie.service.breaker.steering import SteeredPlan, SteerRequest
 from coterie.service.breaker.watch import ControlChange, WatchedSpecialist, steady_clock
 from coterie.service.canary import CanarySpec
 from coterie.service.shadow.calibration import disagreement
-from coterie.service.shadow.dispatch import DONE, ShadowDispatcher, ShadowTask
+from coterie.service.shadow.dispatch import DONE, PrimaryRun, ShadowDispatcher, ShadowTask
 from coterie.service.shadow.runner import ShadowRunner, shadow_request
 from coterie.service.slo.board import SpecialistSlo
 from coterie.service.slo.keeper import EnsembleKeeper
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from coterie.service.fleet import Fleet, ServedSpecialist
     from coterie.service.plan import RequestRun
     from coterie.service.records.store import VerdictEffect
+    from coterie.workers.contract import Replica
 
 # how often load is looked at, and after how many looks the rest is
 TICK_S, SLOW_TICKS = 0.25, 4
@@ -94,10 +95,12 @@ class EnsembleService:
             clock=self._clock,
             outcomes=self._outcomes,
         )
-        self._shadows = ShadowDispatcher(runner.run, self._engines, inputs.ensemble.max_shadows)
+        run = partial(self._run_shadow, runner)
+        self._shadows = ShadowDispatcher(run, self._engines, inputs.ensemble.max_shadows)
         for item in served.values():
             item.series.slo = SpecialistSlo(inputs.ensemble.window_s)
             item.replicas.ejected = partial(self.ejected, item.name)
+            item.replicas.drained = self.drained
         self._reporter = SloReporter(self._control, served)
         await self._keeper.open(self._control, served)
         self.recent_changes.extend(await self._keeper.newest_changes(RECENT_CHANGES))
@@ -177,6 +180,15 @@ class EnsembleService:
 
     def ejected(self, specialist: str) -> frozenset[str]:
         return frozenset() if self._control is None else self._control.ejected(specialist)
+
+    def drained(self) -> frozenset[str]:
+        return frozenset() if self._control is None else self._control.drained
+
+    async def _run_shadow(self, runner: ShadowRunner, task: ShadowTask) -> bool | None:
+        watch = self.control.watches.get(task.target)
+        if watch is not None and watch.is_draining:
+            raise Saturated(f"{task.target} is draining")
+        return await runner.run(task)
 
     def _shadow_ended(self, run: RequestRun, target: str, result: str, valid: bool | None) -> None:
         primary = run.outcome
@@ -260,6 +272,12 @@ class EnsembleService:
         """What every specialist delivers and how it stands."""
         return [] if self._reporter is None else self._reporter.report()
 
+    def replica(self, name: str) -> dict[str, Any]:
+        """How a replica stands: drained when nothing is in flight."""
+        found = self._replicas()[name]
+        draining = name in self.drained()
+        return {"replica": name, "draining": draining, "in_flight": found.in_flight()}
+
     def slo_header(self, specialist: str) -> str:
         return "" if self._reporter is None else self._reporter.header(specialist)
 
@@ -272,6 +290,7 @@ class EnsembleService:
         shadows = self._shadows
         return {
             "specialists": self.report(),
+            "replicas": [self.replica(name) for name in sorted(self._replicas())],
             "intents": self.control.intents(),
             "canaries": self.control.canaries.figures(),
             "shadows": {
@@ -280,6 +299,11 @@ class EnsembleService:
                 "most": self._inputs.ensemble.max_shadows,
             },
         }
+
+    def _replicas(self) -> dict[str, Replica]:
+        """By name; specialists that share an engine share its replicas."""
+        served = self._fleet.served.values()
+        return {replica.name: replica for item in served for replica in item.replicas.members}
 
     @property
     def _base(self) -> str:
@@ -378,23 +402,6 @@ class EnsembleService:
                 card = current.get(figures["subject"])
                 if card is None or card.digest != figures["current"]:
                     self.control.canaries.stop(figures["subject"], "control")
-
-
-class PrimaryRun:
-    """A request of a caller on some engines; for a `with` statement."""
-
-    __slots__ = ("_engines", "_shadows")
-
-    def __init__(self, shadows: ShadowDispatcher | None, engines: Collection[str]) -> None:
-        self._shadows, self._engines = shadows, engines
-
-    def __enter__(self) -> None:
-        if self._shadows is not None:
-            self._shadows.primary_began(self._engines)
-
-    def __exit__(self, *_: object) -> None:
-        if self._shadows is not None:
-            self._shadows.primary_ended(self._engines)
 
 
 def steer_request(run: RequestRun) -> SteerRequest:

@@ -165,7 +165,7 @@ class Pipeline:
         self._draining = False
         self._open = 0
         sections = DashboardSections(
-            self._fleet, self.ensemble, self.jobs, self.activity, self.health
+            self._fleet, self.ensemble, self.jobs, self.activity, self.encoders, self.health
         )
         self.dashboard = DashboardFeed(sections, self.activity, self.records)
 

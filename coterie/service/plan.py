@@ -194,7 +194,7 @@ class RequestRun:
     admission: str = ""
     # the replica that runs it; known when it was admitted
     replica: str = ""
-    # of the specialist that was chosen first: closed, shadow_only or ejected
+    # of the specialist that was chosen first: closed, shadow_only, ejected or draining
     breaker: str = CLOSED
     # why `plan.shadow` answers too: unsure, fresh or sample
     shadow_why: str = ""

@@ -253,7 +253,12 @@ def test_a_request_in_flight_says_where_it_is(home: Path) -> None:
 
 def sections_of(pipeline: Pipeline) -> DashboardSections:
     return DashboardSections(
-        pipeline.fleet, pipeline.ensemble, pipeline.jobs, pipeline.activity, pipeline.health
+        pipeline.fleet,
+        pipeline.ensemble,
+        pipeline.jobs,
+        pipeline.activity,
+        pipeline.encoders,
+        pipeline.health,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import random
 import threading
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import ollama
 import openai
@@ -68,6 +70,7 @@ model = "{bert}"
 [specialists.encoder]
 max_inputs = 100
 max_request_tokens = 3000
+max_waiting_tokens = 12000
 batch_tokens = 512
 [[specialists]]
 kind = "encoder"
@@ -520,6 +523,66 @@ def test_a_killed_encoder_restarts_and_answers(encoders: Encoders) -> None:
     continued = 'coterie_recoveries_total{where="n0r0",kind="request_continued"}'
     assert encoders.metric(continued) >= 1
     assert encoder_process(encoders).pid != process.pid
+
+
+def assert_in_flight(encoders: Encoders) -> None:
+    """The dashboard shows what is computed, to each tenant its own."""
+    rows = in_flight(encoders, FULL)
+    assert [row["stage"] for row in rows] == ["encoding"] * 3
+    assert all(row["specialist"] == "tiny-bert" and row["replica"] == "n0r0" for row in rows)
+    assert all((row["inputs"], row["prompt_tokens"]) == (50, 3000) for row in rows)
+    [row] = in_flight(encoders, ENCODERS_ONLY)
+    assert (row["intent"], row["inputs"]) == ("embeddings", 1)
+    assert row["why"] == "9,000 tokens of others wait or run", row
+
+
+def in_flight(encoders: Encoders, key: str) -> list[dict[str, Any]]:
+    with (
+        httpx.Client(base_url=encoders.served.url, timeout=20) as client,
+        client.stream(
+            "GET", "/v1/dashboard/events", headers={"authorization": f"Bearer {key}"}
+        ) as reply,
+    ):
+        assert reply.status_code == 200
+        for line in reply.iter_lines():
+            if line.startswith("data:") and '"requests"' in line:
+                found: list[dict[str, Any]] = json.loads(line[5:])["requests"]["data"]
+                return found
+    raise AssertionError("no snapshot came")
+
+
+def test_one_tenant_leaves_room_for_another(encoders: Encoders) -> None:
+    process, replies = encoder_process(encoders), dict[str, list[Any]]()
+    many = {"model": "tiny-bert", "input": [[7] * 60] * 50}
+
+    def ask(key: str, body: Any) -> threading.Thread:
+        kept = replies.setdefault(key, [])
+        thread = threading.Thread(target=lambda: kept.append(encoders.post(PATH, body, key)))
+        thread.start()
+        return thread
+
+    process.suspend()
+    try:
+        # 3,000 tokens each, of 12,000: the fourth is too many for one tenant
+        callers = [ask(FULL, many) for _ in range(4)]
+        deadline = time.monotonic() + 20
+        while not replies[FULL] or encoders.metric("coterie_encoder_waiting_tokens") < 9000:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        [refused] = replies[FULL]
+        assert refused.status == 429 and "9000 tokens of yours wait" in refused.body.decode()
+        assert int(refused.headers["retry-after"]) > 0
+        callers.append(ask(ENCODERS_ONLY, {"model": "tiny-bert", "input": "a fox"}))
+        while encoders.metric("coterie_encoder_waiting_tokens") <= 9000:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert_in_flight(encoders)
+    finally:
+        process.resume()
+    for one in callers:
+        one.join(60)
+    assert [reply.status for reply in replies[ENCODERS_ONLY]] == [200]
+    assert sorted(reply.status for reply in replies[FULL]) == [200, 200, 200, 429]
 
 
 def test_a_deadline_and_a_lost_client_leave_nothing_behind(encoders: Encoders) -> None:

@@ -149,6 +149,7 @@ def test_endpoints_headers_and_refusals(ensemble_home: Path) -> None:
             nobody = "/v1/ensemble/specialists/nobody/demote"
             assert (await client.post(nobody, headers=admin)).status_code == 404
             assert (await client.post(told + "restore", headers=admin)).status_code == 200
+            await drained(client, chat)
             intent = "/v1/ensemble/intents/query"
             reply = await client.patch(intent, json={"shadow_below": 0.8}, headers=admin)
             assert reply.json()["shadow_below"] == 0.8 and reply.json()["overridden"]
@@ -183,6 +184,8 @@ def test_endpoints_headers_and_refusals(ensemble_home: Path) -> None:
                 "canary_started",
                 "thresholds_cleared",
                 "thresholds_set",
+                "undrained",
+                "drained",
                 "restored",
                 "demoted",
             ]
@@ -201,6 +204,45 @@ def test_endpoints_headers_and_refusals(ensemble_home: Path) -> None:
             assert 'coterie_correctness{model_name="sql",bound="rate"}' not in text
 
     asyncio.run(test())
+
+
+async def drained(client: httpx.AsyncClient, chat: dict[str, Any]) -> None:
+    """What runs ends, what comes goes elsewhere or is refused, and it can be taken back."""
+    told, admin = "/v1/ensemble/specialists/sql/", {"authorization": f"Bearer {ADMIN}"}
+    long = chat | {"model": "sql", "max_tokens": 40, "ignore_eos": True, "n": 8}
+    begun = asyncio.create_task(client.post("/v1/chat/completions", json=long))
+    while not (await client.get("/v1/slo")).json()["data"][0]["running"]:
+        await asyncio.sleep(0.001)
+        assert not begun.done()
+    assert (await client.post(told + "drain")).status_code == 401
+    reply = await client.post(told + "drain", json={"reason": "new weights"}, headers=admin)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["breaker"] == "draining" and reply.json()["draining"]
+    assert (await client.post(told + "drain", headers=admin)).status_code == 409
+    body = chat | {"model": "auto", "response_format": SCHEMA}
+    reply = await client.post("/v1/chat/completions", json=body)
+    assert reply.headers["x-coterie-specialist"] == "spare"
+    reply = await client.post("/v1/chat/completions", json=chat | {"model": "sql"})
+    assert reply.status_code == 529 and "draining" in reply.text
+    assert int(reply.headers["retry-after"]) > 0
+    message = chat | {"model": "sql", "max_tokens": 4}
+    reply = await client.post("/v1/messages", json=message)
+    assert reply.status_code == 529 and reply.json()["error"]["type"] == "overloaded_error"
+    whole = (await begun).json()
+    assert [choice["finish_reason"] for choice in whole["choices"]] == ["length"] * 8
+    [replica] = (await client.get("/v1/ensemble", headers=admin)).json()["replicas"]
+    assert replica == {"replica": "e0r0", "draining": False, "in_flight": 0}
+    # the last replica is not drained by itself, and one that is not there is not found
+    path = "/v1/ensemble/replicas/"
+    reply = await client.post(path + "e0r0/drain", headers=admin)
+    assert reply.status_code == 409 and "no other replica" in reply.text
+    reply = await client.post(path + "e9r9/drain", headers=admin)
+    assert reply.status_code == 404 and reply.json()["error"]["code"] == "not_found"
+    assert (await client.post(path + "e0r0/fly", headers=admin)).status_code == 404
+    reply = await client.post(told + "undrain", headers=admin)
+    assert reply.json()["breaker"] == "closed" and not reply.json()["draining"]
+    reply = await client.post("/v1/chat/completions", json=chat | {"model": "sql"})
+    assert reply.status_code == 200, reply.text
 
 
 def item(name: str, **values: Any) -> dict[str, Any]:
@@ -377,6 +419,73 @@ def test_eight_callers_at_once_see_one_state(ensemble_home: Path) -> None:
             thread.join()
         assert len(answers) == 96 and set(answers) == {"sql", "spare"}
     finally:
+        served.stop()
+
+
+@pytest.mark.full
+def test_drains_against_a_real_server(ensemble_home: Path) -> None:
+    """Replicas one after the other, then the specialist, while callers send: nothing is lost."""
+    file = config_file(ensemble_home)
+    two = file.read_text().replace('name = "sql"', 'name = "sql"\nreplicas = 2', 1)
+    file.write_text(two.replace('name = "spare"', 'name = "spare"\nreplicas = 2', 1))
+    served = Served("--config", str(file), COTERIE_HOME=str(ensemble_home))
+    at, stop = ("--url", served.url), threading.Event()
+    replies: list[Reply] = []
+    body = {
+        "model": "auto",
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 30,
+        "ignore_eos": True,
+    }
+
+    def caller() -> None:
+        while not stop.is_set():
+            replies.append(served.post("/v1/chat/completions", body))
+
+    def receipts(since: int) -> set[str]:
+        """Replicas that answered."""
+        kept = [served.get(f"/v1/receipts/{reply.json['id']}").json for reply in replies[since:]]
+        return {receipt["plan"]["replica"] for receipt in kept}
+
+    threads = [threading.Thread(target=caller) for _ in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for name, other in (("e0r0", "e0r1"), ("e0r1", "e0r0")):
+            told = run_cli(ensemble_home, "ensemble", "drain", name, "--replica", "--wait", *at)
+            assert f"{name}: draining, 0 in flight" in told.stdout, told.stderr
+            last = run_cli(ensemble_home, "ensemble", "drain", other, "--replica", *at)
+            assert last.returncode == 1 and "no other replica" in last.stderr
+            began = len(replies)
+            while len(replies) < began + 12:
+                time.sleep(0.05)
+            assert receipts(began + 4) == {other}
+            assert _slo(served)["sql"]["drained"] == [name]
+            told = run_cli(ensemble_home, "ensemble", "undrain", name, "--replica", *at)
+            assert "takes requests" in told.stdout, told.stderr
+        for _ in range(5):
+            ask(served, valid=True, model="spare")
+        told = run_cli(ensemble_home, "ensemble", "drain", "sql", "--wait", *at)
+        assert "sql: draining, 0 in flight" in told.stdout, told.stderr
+        assert who(served.post("/v1/chat/completions", body)) == "spare"
+        assert served.post("/v1/chat/completions", body | {"model": "sql"}).status == 529
+        told = run_cli(ensemble_home, "ensemble", "undrain", "sql", *at)
+        assert told.returncode == 0, told.stderr
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert {reply.status for reply in replies} == {200}
+        kinds = ("drained", "undrained", "replica_drained", "replica_undrained")
+        assert [(entry["kind"], entry["subject"]) for entry in audit_of(served, *kinds)] == [
+            ("replica_drained", "e0r0"),
+            ("replica_undrained", "e0r0"),
+            ("replica_drained", "e0r1"),
+            ("replica_undrained", "e0r1"),
+            ("drained", "sql"),
+            ("undrained", "sql"),
+        ]
+    finally:
+        stop.set()
         served.stop()
 
 

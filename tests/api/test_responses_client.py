@@ -213,6 +213,25 @@ def test_the_loop_of_tools(
     assert called == [json.dumps({"city": city}) for city in cities]
 
 
+def test_two_system_messages_are_the_same_tokens_on_every_api(server: Served) -> None:
+    rules = [{"role": "system", "content": text} for text in ("Be brief.", "Be kind.")]
+    question = {"role": "user", "content": "hello there"}
+    common = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+    chat = server.post("/v1/chat/completions", common | {"messages": [*rules, question]}).json
+    said, read = chat["choices"][0]["message"]["content"], chat["usage"]["prompt_tokens"]
+    for instructions, items in ((None, [*rules, question]), ("Be brief.", [rules[1], question])):
+        body = {"model": "tiny", "temperature": 0, "max_output_tokens": 8, "input": items}
+        response = checked_response(server.post(PATH, body | {"instructions": instructions}))
+        assert (response.output_text, response.usage.input_tokens) == (said, read)
+    for system, turns in (("", [*rules, question]), ("Be brief.", [rules[1], question])):
+        body = common | {"messages": turns} | ({"system": system} if system else {})
+        message = server.post("/v1/messages", body).json
+        usage = message["usage"]
+        counts = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        assert message["content"][0]["text"] == said
+        assert sum(usage.get(name) or 0 for name in counts) == read
+
+
 def test_the_events_of_a_call(taught_server: Served) -> None:
     body = {"model": "tiny", "input": ONE, "tools": TOOLS, "temperature": 0, "stream": True}
     events = checked_events(taught_server.post(PATH, body))
@@ -229,6 +248,8 @@ def test_the_events_of_a_call(taught_server: Served) -> None:
     deltas = [event for event in events if event.type == f"{name}.delta"]
     assert "".join(event.delta for event in deltas) == call.arguments
     assert {(event.output_index, event.item_id) for event in deltas} == {(1, call.id)}
+    [done] = [event for event in events if event.type == f"{name}.done"]
+    assert (done.arguments, done.model_extra) == (call.arguments, {"name": "weather"})
     whole = checked_response(taught_server.post(PATH, body | {"stream": False}))
     assert [item.type for item in whole.output] == ["message", "function_call"]
     assert whole.output[1].arguments == call.arguments

@@ -49,6 +49,14 @@ def conversation(draw: random.Random) -> tuple[list[Any], list[Any], list[Any], 
     system = draw.choice(["", "Be brief."])
     if system:
         messages.append({"role": draw.choice(["system", "developer"]), "content": system})
+
+    def also(text: str) -> None:
+        """A system message beside that of the instructions."""
+        for asked in (items, messages, turns):
+            asked.append({"role": "system", "content": text})
+
+    for number in range(draw.randint(0, 2)):
+        also(f"Rule {number}.")
     for number in range(draw.randrange(1, 5)):
         text = f"question {number}"
         content = draw.choice([text, [{"type": "input_text", "text": text}]])
@@ -92,6 +100,8 @@ def conversation(draw: random.Random) -> tuple[list[Any], list[Any], list[Any], 
         items.append({"role": "assistant", "content": [{"type": "output_text", "text": answer}]})
         messages.append({"role": "assistant", "content": answer})
         turns.append({"role": "assistant", "content": answer})
+    if draw.random() < 0.5:
+        also("Now be long.")
     for asked in (items, messages, turns):
         asked.append({"role": "user", "content": "and now?"})
     return items, messages, turns, system

@@ -207,7 +207,7 @@ def test_a_control_is_confirmed_and_audited(open_server: Served, new_page: NewPa
     expect(dialog).to_contain_text("spare")
     # nothing happens without confirmation
     dialog.get_by_role("button", name="Cancel").click()
-    assert not audited(open_server)
+    assert not [entry for entry in audited(open_server) if entry["kind"] == "demoted"]
     page.get_by_role("button", name="Demote sql").click()
     page.get_by_label("Reason, for the audit log").fill("a drill")
     dialog.get_by_role("button", name="Demote").click()
@@ -216,7 +216,7 @@ def test_a_control_is_confirmed_and_audited(open_server: Served, new_page: NewPa
     expect(entry).to_contain_text("demoted")
     expect(entry).to_contain_text("a drill")
     expect(page.locator("#specialists-body tbody tr").first).to_contain_text("demoted")
-    [kept] = audited(open_server)
+    kept = audited(open_server)[0]
     assert kept["kind"] == "demoted" and kept["details"]["reason"] == "a drill"
     page.get_by_role("button", name="Restore sql").click()
     dialog.get_by_role("button", name="Restore").click()
@@ -226,6 +226,35 @@ def test_a_control_is_confirmed_and_audited(open_server: Served, new_page: NewPa
     dialog.get_by_role("button", name="Reload").click()
     expect(page.locator("#audit-body li").first).to_contain_text("config reloaded")
     expect(page.locator("#announcer")).to_contain_text("Settings reloaded")
+
+
+@pytest.mark.full
+def test_a_specialist_is_drained_and_undrained(open_server: Served, new_page: NewPage) -> None:
+    page = new_page(open_server)
+    expect(page.get_by_role("button", name=re.compile("Drain"))).to_have_count(0)
+    give_keys(page, admin=ADMIN)
+    page.get_by_role("button", name="Drain sql").click()
+    dialog = page.locator("#confirm-dialog")
+    expect(dialog).to_contain_text("they go to spare")
+    dialog.get_by_role("button", name="Cancel").click()
+    assert not [entry for entry in audited(open_server) if entry["kind"] == "drained"]
+    page.get_by_role("button", name="Drain sql").click()
+    page.get_by_label("Reason, for the audit log").fill("new weights")
+    dialog.get_by_role("button", name="Drain").click()
+    expect(dialog).to_be_hidden()
+    entry, row = page.locator("#audit-body li").first, page.locator("#specialists-body tbody tr")
+    expect(entry).to_contain_text("drained")
+    expect(entry).to_contain_text("new weights")
+    expect(row.first).to_contain_text("draining")
+    asked = {"model": "sql", "messages": [{"role": "user", "content": "hello"}]}
+    assert open_server.post("/v1/chat/completions", asked).status == 529
+    # the only replica of an engine is not offered
+    expect(page.locator("#engines-body button")).to_have_count(0)
+    page.get_by_role("button", name="Undrain sql").click()
+    dialog.get_by_role("button", name="Undrain").click()
+    expect(entry).to_contain_text("undrained")
+    expect(row.first).to_contain_text("serving")
+    assert open_server.post("/v1/chat/completions", asked).status == 200
 
 
 def audited(served: Served) -> list[dict[str, Any]]:
@@ -255,7 +284,7 @@ def test_without_the_admin_key_there_is_no_control(open_server: Served, new_page
     for admin in ("", "a-key-that-is-wrong"):
         page = new_page(open_server, admin=admin)
         expect(page.locator("#operator-hint")).to_contain_text("admin key")
-        expect(page.get_by_role("button", name=re.compile("Demote|Restore"))).to_have_count(0)
+        expect(page.get_by_role("button", name=re.compile("Demote|Restore|Drain"))).to_have_count(0)
         expect(page.get_by_role("button", name="Reload settings")).to_be_hidden()
         expect(page.locator("#engines-part")).to_be_hidden()
         expect(page.locator("#audit-body")).to_be_hidden()

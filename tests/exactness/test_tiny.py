@@ -15,6 +15,7 @@ from tests.helpers.serving.greedy_engine import expected, model_at, oracle_for, 
 PATHS = [
     ("llama", "cpu"),
     pytest.param("mistral", "cpu", marks=pytest.mark.full),
+    pytest.param("qwen2", "cpu", marks=pytest.mark.full),
     ("qwen3", "cpu"),
     ("llama", "reference"),
     ("qwen3_moe", "cpu"),
@@ -24,6 +25,7 @@ PATHS = [
     pytest.param("qwen3_moe", "reference", marks=pytest.mark.full),
     pytest.param("deepseek_v2", "reference", marks=pytest.mark.full),
     pytest.param("mistral", "reference", marks=pytest.mark.full),
+    pytest.param("qwen2", "reference", marks=pytest.mark.full),
     pytest.param("qwen3", "reference", marks=pytest.mark.full),
 ]
 

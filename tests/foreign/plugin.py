@@ -10,7 +10,7 @@ import pytest
 
 from tests.foreign.stubs import install
 
-install(("vllm", "sglang"))
+install(("vllm", "sglang", "openai_harmony"))
 _outcomes: dict[str, tuple[str, str]] = {}
 
 

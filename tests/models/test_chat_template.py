@@ -253,6 +253,39 @@ def test_a_refusal_is_the_callers_error() -> None:
         ours("{{ 'fixed' }}").render_open(dicts([("assistant", "b")]), {})
 
 
+FIRST_ONLY = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
+{{ raise_exception('System message must be at the beginning') }}{% endif %}
+<|{{ m.role }}|>{{ m.content }}{% endfor %}"""
+DROPS = """{% if messages[0].role == 'system' %}<<{{ messages[0].content }}>>{% endif %}
+{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("source", "takes"),
+    [(TEMPLATES["smollm2"], True), (FIRST_ONLY, False), (DROPS, False)],
+    ids=["smollm2", "first only", "drops"],
+)
+def test_several_system_messages(source: str, takes: bool) -> None:
+    """Apart and in their places where the template writes them so, else one at the start."""
+    tokenizer = load_tokenizer(tiny_checkpoint("llama"))
+    turns = (Message("user", "q"), Message("assistant", "a"))
+    ones, twos = Message("system", "Rule one."), Message("system", "Rule two.")
+    joined = (Message("system", "Rule one.\n\nRule two."), *turns, Message("user", "r"))
+    for messages in (
+        (ones, twos, *turns, Message("user", "r")),
+        (ones, *turns, twos, Message("user", "r")),
+        (*turns, ones, twos, Message("user", "r")),
+    ):
+        got = tokenizer.render(Chat(messages, template=source))
+        if takes:
+            plain = [{"role": one.role, "content": one.content} for one in messages]
+            template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+            assert got == template.render(plain, {"add_generation_prompt": True})
+        else:
+            assert got == tokenizer.render(Chat(joined, template=source))
+        assert got.count("Rule one.") == got.count("Rule two.") == 1
+
+
 def test_reserved_options_are_refused_and_objects_are_text() -> None:
     tokenizer = load_tokenizer(tiny_checkpoint("llama"))
     message = (Message("user", "a"),)

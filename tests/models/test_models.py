@@ -48,6 +48,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("mistral", {}),
     "mistral window": ("mistral", {"sliding_window": 64}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2 window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+    ),
     "qwen3": ("qwen3", {}),
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3 biases": ("qwen3", {"attention_bias": True}),

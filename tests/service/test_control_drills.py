@@ -341,6 +341,70 @@ def test_the_operator_overrides_and_takes_back() -> None:
     assert changes[0].details["reason"] == "bad release"
 
 
+def test_a_drained_specialist_gets_nothing_until_it_is_undrained() -> None:
+    drill = three()
+    control = drill.control
+    drill.traffic("spare", 30)
+    control.drain("sql", "ann", "new weights")
+    with pytest.raises(Conflict, match="already"):
+        control.drain("sql", "ann")
+    steered = drill.steer("sql")
+    # not even a shadow, although it is a sample of what it would have answered
+    assert (steered.specialist, steered.breaker) == ("spare", "draining")
+    assert all(drill.steer("sql").shadow != "sql" for _ in range(200))
+    with pytest.raises(Saturated, match="draining") as refused:
+        drill.steer("sql", is_named=True)
+    assert refused.value.retry_after_s
+    # a restart keeps it; a restored breaker does not end it
+    other = three()
+    other.control.restore_saved(control.saved())
+    assert other.control.watches["sql"].is_draining
+    control.demote("sql", "ann")
+    control.restore("sql", "ann")
+    with pytest.raises(Conflict):
+        control.restore("sql", "ann")
+    assert drill.steer("sql").specialist == "spare"
+    control.undrain("sql", "ann")
+    assert drill.steer("sql").specialist == "sql"
+    with pytest.raises(Conflict, match="not draining"):
+        control.undrain("sql", "ann")
+    # the base has nobody behind it: a typed error
+    control.drain("base", "ann")
+    with pytest.raises(Saturated, match="base is draining"):
+        drill.steer("base")
+    kinds = [change.kind for change in control.changes.take()]
+    assert kinds == ["drained", "demoted", "restored", "undrained", "drained"]
+
+
+def test_a_drained_replica_leaves_the_others() -> None:
+    drill = Drill(
+        WatchedSpecialist("base", replicas=("a", "b")), WatchedSpecialist("sql", replicas=("b",))
+    )
+    control = drill.control
+    with pytest.raises(NotFound, match="a, b"):
+        control.drain_replica("c", "ann")
+    # it serves another specialist too, which has no other
+    with pytest.raises(Conflict, match="drain the specialist sql"):
+        control.drain_replica("b", "ann")
+    control.drain_replica("a", "ann", "a fan is broken")
+    assert control.drained == {"a"}
+    with pytest.raises(Conflict, match="already"):
+        control.drain_replica("a", "ann")
+    saved = control.saved()
+    other = Drill(WatchedSpecialist("base", replicas=("a", "b"))).control
+    other.restore_saved(saved)
+    assert other.drained == {"a"}
+    # it is the only one by now, or not there any more
+    for replicas in (("a",), ("b", "c")):
+        other = Drill(WatchedSpecialist("base", replicas=replicas)).control
+        other.restore_saved(saved)
+        assert not other.drained
+    control.undrain_replica("a", "ann")
+    assert not control.drained
+    with pytest.raises(Conflict):
+        control.undrain_replica("a", "ann")
+
+
 OLD, NEW = AdapterChoice("sql@1", "o" * 64), AdapterChoice("sql@2", "n" * 64)
 ADAPTER = CanarySpec("adapter", "sql", NEW.digest, OLD.digest, 0.2, "sql@2")
 

@@ -30,6 +30,7 @@ from coterie.service.records.log import InferenceRecords
 from coterie.workers.encoder.replica import ComputedVectors
 
 ACME = TenantSettings("acme", requests_per_minute=10, tokens_per_minute=100)
+OTHER = TenantSettings("other")
 WORDS = EncodeRequest((TextInput("the quick fox", "input"),))
 
 
@@ -80,7 +81,8 @@ def test_requests_are_bounded_before_any_work() -> None:
         callers, source = Callers(max_queue=2), HeldVectors()
         served = await callers.start(source=source)
         encode = callers.service.encode
-        running = [asyncio.ensure_future(encode(served, WORDS, callers.caller())) for _ in range(2)]
+        both = (callers.caller(), replace(callers.caller(), tenant="other", settings=OTHER))
+        running = [asyncio.ensure_future(encode(served, WORDS, one)) for one in both]
         await asyncio.sleep(0.01)
         with pytest.raises(Overloaded, match="2 requests wait") as full:
             await encode(served, WORDS, callers.caller())
@@ -91,7 +93,7 @@ def test_requests_are_bounded_before_any_work() -> None:
             await encode(served, many, callers.caller())
         assert refused.value.param == "documents"
         # none of the refused took anything
-        assert callers.left() == [8, 94]
+        assert callers.left() == [9, 97]
         source.gate.set()
         for answer in await asyncio.gather(*running):
             assert answer.total_tokens == 3 and np.isfinite(answer.vectors).all()
@@ -99,6 +101,69 @@ def test_requests_are_bounded_before_any_work() -> None:
         assert {item.request_id for item in ended} == {"embd-1", "embd-2"}
         assert all(item.prompt_tokens == 3 and item.slowest for item in ended)
         assert (await encode(served, WORDS, callers.caller())).total_tokens == 3
+
+    asyncio.run(test())
+
+
+def test_one_tenant_does_not_fill_the_queue() -> None:
+    """Neither by requests nor by tokens; who is alone on a server without keys may."""
+
+    async def test() -> None:
+        callers, source = Callers(max_queue=16), HeldVectors()
+        served = await callers.start(source=source)
+        encode, made = callers.service.encode, list[asyncio.Future[Any]]()
+
+        async def fill(tenant: str, request: EncodeRequest = WORDS, share: float = 1.0) -> int:
+            """How many are taken until one is refused."""
+            settings = TenantSettings(tenant, share=share)
+            for count in range(100):
+                caller = replace(callers.caller(), tenant=tenant, settings=settings)
+                task = asyncio.ensure_future(encode(served, request, caller))
+                await asyncio.sleep(0)
+                if task.done():
+                    with pytest.raises(Overloaded) as refused:
+                        await task
+                    assert refused.value.retry_after_s
+                    is_full = callers.service.health()[STATIC]["queued"] == 16
+                    assert is_full or "of yours wait" in refused.value.message
+                    return count
+                made.append(task)
+            raise AssertionError("nothing was refused")
+
+        assert await fill("greedy") == 12
+        assert await fill("second") == 3
+        # there is room for one who comes then
+        assert await fill("third") == 1
+        assert callers.service.health()[STATIC]["queued"] == 16
+        source.gate.set()
+        await asyncio.gather(*made)
+        made.clear()
+        source.gate.clear()
+        # by their shares
+        assert await fill("greedy", share=0.25) == 6
+        assert await fill("second") == 7
+        source.gate.set()
+        await asyncio.gather(*made)
+        made.clear()
+        source.gate.clear()
+        limits = replace(served.limits, max_waiting_tokens=40)
+        callers.service._queues.clear()
+        served = replace(served, limits=limits)
+        # three tokens each
+        assert await fill("greedy") == 10
+        await encode_now(callers, served, source, "second")
+        source.gate.set()
+        await asyncio.gather(*made)
+
+    async def encode_now(
+        callers: Callers, served: ServedEncoder, source: HeldVectors, tenant: str
+    ) -> None:
+        caller = replace(callers.caller(), tenant=tenant, settings=None)
+        task = asyncio.ensure_future(callers.service.encode(served, WORDS, caller))
+        await asyncio.sleep(0.01)
+        assert not task.done()
+        source.gate.set()
+        assert (await task).total_tokens == 3
 
     asyncio.run(test())
 

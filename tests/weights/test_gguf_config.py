@@ -48,6 +48,8 @@ def test_llama_and_qwen3(tmp_path: Path) -> None:
     assert llama["rope_scaling"] is None
     assert llama["tie_word_embeddings"] is False
     assert (llama["vocab_size"], llama["hidden_size"], llama["head_dim"]) == (VOCAB, HIDDEN, 64)
+    older = _config(tmp_path, architecture="qwen2")
+    assert older["architectures"] == ["Qwen2ForCausalLM"] and older["attention_bias"]
     qwen = _config(tmp_path, architecture="qwen3", tied=True)
     assert qwen["architectures"] == ["Qwen3ForCausalLM"]
     assert qwen["tie_word_embeddings"] is True

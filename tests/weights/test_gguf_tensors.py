@@ -82,9 +82,10 @@ def test_whole_models_come_back_in_hf_order(kind: str, tmp_path: Path) -> None:
             assert np.array_equal(dense(checkpoint.read(tensor)).numpy(), values), tensor
 
 
-def test_qwen3_rows_are_not_reordered(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_rows_of_qwen_are_not_reordered(architecture: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    weights = write_model(path, "qwen3", seed=4)
+    weights = write_model(path, architecture, seed=4)
     checkpoint = open_checkpoint(path)
     assert set(checkpoint.names()) == set(weights)
     for name, values in weights.items():

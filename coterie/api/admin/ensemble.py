@@ -1,5 +1,5 @@
 """The endpoints of the ensemble: what each specialist delivers, for every caller; and for admins
-its state, demotions, thresholds, canaries and the audit log.
+its state, demotions, drains, thresholds, canaries and the audit log.
 
 This module only translates; `service/ensemble.py` does the work.
 """
@@ -74,19 +74,34 @@ class EnsembleEndpoints:
         return answer({"object": "ensemble"} | self.ensemble.status())
 
     async def act_on_specialist(self, request: Request) -> Response:
-        """Demote a specialist (only its shadows run), or restore it."""
+        """Demote a specialist (only its shadows run) or restore it; drain it (nothing new begins,
+        what runs ends) or undrain it."""
         name, action = request.path_params["name"], request.path_params["action"]
-        if action not in ("demote", "restore"):
-            raise NotFound("a specialist can be told to demote or restore", param="action")
-        reason = await self._reason(request)
         control = self.ensemble.control
-        if action == "demote":
-            control.demote(name, actor(request), reason)
-        else:
-            control.restore(name, actor(request), reason)
+        actions = {
+            "demote": control.demote,
+            "restore": control.restore,
+            "drain": control.drain,
+            "undrain": control.undrain,
+        }
+        if action not in actions:
+            listed = ", ".join(actions)
+            raise NotFound(f"a specialist can be told to {listed}", param="action")
+        actions[action](name, actor(request), await self._reason(request))
         await self.ensemble.keep_changes()
         shown = next(item for item in self.ensemble.report() if item["specialist"] == name)
         return answer({"object": "ensemble.specialist"} | shown)
+
+    async def act_on_replica(self, request: Request) -> Response:
+        """Drain one replica of several (the others take what comes), or undrain it."""
+        name, action = request.path_params["name"], request.path_params["action"]
+        control = self.ensemble.control
+        actions = {"drain": control.drain_replica, "undrain": control.undrain_replica}
+        if action not in actions:
+            raise NotFound("a replica can be told to drain or undrain", param="action")
+        actions[action](name, actor(request), await self._reason(request))
+        await self.ensemble.keep_changes()
+        return answer({"object": "ensemble.replica"} | self.ensemble.replica(name))
 
     async def set_thresholds(self, request: Request) -> Response:
         """Change the thresholds of an intent until they are cleared."""

@@ -85,22 +85,20 @@ def hints_of(body: CountBody, caller: CallerInfo) -> RouteHints:
 
 
 def prompt_of(body: CountBody) -> Chat:
-    """One system message, then the turns. If the last turn is the assistant's, the model continues
+    """A system message, then the turns. If the last turn is the assistant's, the model continues
     it."""
-    system = [_system_text(body.system)] if body.system else []
-    dialogue: list[Message] = []
-    for index, turn in enumerate(body.messages):
-        for message in turns_in(turn, f"messages.{index}"):
-            if message.role == "system":
-                system.append(message.content)
-            else:
-                dialogue.append(message)
-    turns = _joined(dialogue)
-    if not turns:
+    turns = _joined(
+        [
+            message
+            for index, turn in enumerate(body.messages)
+            for message in turns_in(turn, f"messages.{index}")
+        ]
+    )
+    if all(message.role == "system" for message in turns):
         raise InvalidRequest("messages: at least one user message is required", param="messages")
     check_results(turns)
-    if system:
-        turns.insert(0, Message("system", "\n\n".join(system)))
+    if body.system:
+        turns.insert(0, Message("system", _system_text(body.system)))
     continues = turns[-1].role == "assistant"
     tools = tool_set_of(body)
     # only the templates of thinking models read this; Anthropic's default is not to think
@@ -116,11 +114,11 @@ def prompt_of(body: CountBody) -> Chat:
 
 def _joined(messages: list[Message]) -> list[Message]:
     """Join neighbouring messages of one role into one turn, as Anthropic does. Each tool result
-    stays a turn."""
+    and each system message stays a turn."""
     turns: list[Message] = []
     for role, neighbours in groupby(messages, lambda message: message.role):
         group = list(neighbours)
-        if role == "tool" or len(group) == 1:
+        if role in ("tool", "system") or len(group) == 1:
             turns += group
             continue
         text = "\n".join(message.content for message in group if message.content)

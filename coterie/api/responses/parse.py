@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -120,19 +119,14 @@ def parse_response(
 
 
 def prompt_of(body: ResponsePrompt, tools: ResponseTools, history: Sequence[ResponseItem]) -> Chat:
-    """One system message with the instructions, then the items of the conversation."""
+    """A system message with the instructions, then the items of the conversation."""
     messages = [*messages_of(history, "previous_response_id"), *_own_messages(body)]
-    # many templates take one system message, at the start
-    leading = list(takewhile(lambda message: message.role == "system", messages))
-    system = [body.instructions] if body.instructions else []
-    system += [message.content for message in leading]
-    turns = messages[len(leading) :]
     if not messages:
         raise InvalidRequest("input: at least one message is required", param="input")
-    check_results(turns, "input")
-    if system:
-        turns.insert(0, Message("system", "\n\n".join(system)))
-    chat = Chat(tuple(turns), _template_kwargs(body), closes_last=True)
+    check_results(messages, "input")
+    if body.instructions:
+        messages.insert(0, Message("system", body.instructions))
+    chat = Chat(tuple(messages), _template_kwargs(body), closes_last=True)
     return chat if tools.tool_set is None else with_tools(chat, tools.tool_set)
 
 

@@ -311,7 +311,7 @@ class EventFrames:
         # the start of a frame with new text of the open item
         self._before = b""
 
-    def event(self, name: str, **fields: Any) -> bytes:
+    def event(self, name: str, /, **fields: Any) -> bytes:
         number, self.number = self.number, self.number + 1
         return frame(name, {"sequence_number": number} | fields)
 
@@ -365,7 +365,9 @@ class EventFrames:
         else:
             if item.called.is_custom and fields[key]:
                 frames += self.event(f"{name}.delta", **place, delta=fields[key])
-            frames += self.event(f"{name}.done", **place, **{key: fields[key]})
+            # older clients' types want the name here too
+            more = {} if item.called.is_custom else {"name": fields["name"]}
+            frames += self.event(f"{name}.done", **place, **{key: fields[key]}, **more)
         done = {"output_index": self._index, "item": fields}
         return frames + self.event("response.output_item.done", **done)
 

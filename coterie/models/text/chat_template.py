@@ -46,6 +46,7 @@ class ChatTemplate:
         self.source = source
         self._tokens = tokens
         self._compiled: jinja2.Template | None = None
+        self._takes_systems: dict[bool, bool] = {}
 
     def broken(self, reason: str) -> CoterieError:
         """The error when the template is at fault."""
@@ -89,6 +90,23 @@ class ChatTemplate:
         at = text.rindex(tag)
         # a template that trims its messages also trims the space after the tag
         return text[:at] if text[at : at + len(_CONTINUE)] == _CONTINUE else text[:at].rstrip()
+
+    def takes_systems(self, *, in_between: bool) -> bool:
+        """Whether it writes several system messages at the start, or also one among the turns.
+        Some refuse them, some leave all but the first out."""
+        if in_between not in self._takes_systems:
+            roles = ["system", "system", "user"]
+            if in_between:
+                roles = ["system", "user", "assistant", "system", "user"]
+            # words that no template has
+            turns = [{"role": role, "content": f"zq{at}qz"} for at, role in enumerate(roles)]
+            try:
+                text = self.render(turns, {"add_generation_prompt": True})
+            except CoterieError:
+                text = ""
+            found = [text.find(turn["content"]) for turn in turns]
+            self._takes_systems[in_between] = found[0] >= 0 and found == sorted(found)
+        return self._takes_systems[in_between]
 
     def _template(self) -> jinja2.Template:
         if self._compiled is None:

@@ -11,7 +11,7 @@ import json
 import re
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from coterie.core.errors import InvalidRequest, WeightsError
-from coterie.core.request import Chat, Prompt, Text, Tokens
+from coterie.core.request import Chat, Message, Prompt, Text, Tokens
 from coterie.models.config_fields import shown
 from coterie.models.text.chat_template import ChatTemplate, request_template
 from coterie.models.text.gguf_tokenizer import rebuild_tokenizer
@@ -168,7 +168,7 @@ class Tokenizer:
                 f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}",
                 param="chat_template_kwargs",
             )
-        messages, tools = turns_of(chat, support)
+        messages, tools = turns_of(_with_its_systems(chat, template), support)
         given = {**chat.template_defaults, **chat.template_kwargs}
         options = {**given, "add_generation_prompt": chat.add_generation_prompt}
         if tools is not None:
@@ -227,6 +227,20 @@ class Tokenizer:
         digest = hashlib.sha256(self._backend.to_str().encode())
         digest.update(repr((self.chat_template, self._specials, self.eos_ids)).encode())
         return digest.hexdigest()
+
+
+def _with_its_systems(chat: Chat, template: ChatTemplate) -> Chat:
+    """System messages stay apart and where they are if the template writes all of them; else they
+    are one at the start. So a conversation is one prompt, whatever API it came by."""
+    places = [at for at, message in enumerate(chat.messages) if message.role == "system"]
+    if not places or places == [0]:
+        return chat
+    in_between = places != list(range(len(places)))
+    if template.takes_systems(in_between=in_between):
+        return chat
+    text = "\n\n".join(chat.messages[at].content for at in places)
+    others = (message for message in chat.messages if message.role != "system")
+    return replace(chat, messages=(Message("system", text), *others))
 
 
 def _from_gguf(path: Path) -> _Parts:

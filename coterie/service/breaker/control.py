@@ -11,6 +11,7 @@ operator, in one object. No I/O, no waiting: a decision takes microseconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from coterie.core.ensemble import EnsembleSettings, IntentSettings
@@ -52,6 +53,8 @@ class EnsembleControl:
         # by intent: values that an operator set
         self._overrides: dict[str, IntentThresholds] = {}
         self._watches: dict[str, SpecialistWatch] = {}
+        # replicas that an operator drains, for every specialist that they serve
+        self._drained: frozenset[str] = frozenset()
         self._configure(specialists, settings or EnsembleSettings(), intents)
 
     @property
@@ -151,7 +154,40 @@ class EnsembleControl:
         for watch in self._watches.values():
             self._look(watch, now)
 
+    @property
+    def drained(self) -> frozenset[str]:
+        """Replicas that get nothing new, whatever else fails."""
+        return self._drained
+
     # the operator
+
+    def drain(self, specialist: str, actor: str, reason: str = "") -> None:
+        """Nothing new begins there until `undrain`, not even shadows; what runs or waits ends."""
+        watch = self._find(specialist)
+        if watch.is_draining:
+            raise Conflict(f"{specialist} is draining already")
+        watch.is_draining = True
+        self.changes.add(actor, "drained", specialist, _with_reason({}, reason))
+
+    def undrain(self, specialist: str, actor: str, reason: str = "") -> None:
+        watch = self._find(specialist)
+        if not watch.is_draining:
+            raise Conflict(f"{specialist} is not draining")
+        watch.is_draining = False
+        self.changes.add(actor, "undrained", specialist, _with_reason({}, reason))
+
+    def drain_replica(self, replica: str, actor: str, reason: str = "") -> None:
+        """The same for one replica of several: the others take what comes."""
+        if replica in self._drained:
+            raise Conflict(f"{replica} is draining already")
+        self._drained = self._may_drain(replica)
+        self.changes.add(actor, "replica_drained", replica, _with_reason({}, reason))
+
+    def undrain_replica(self, replica: str, actor: str, reason: str = "") -> None:
+        if replica not in self._drained:
+            raise Conflict(f"{replica} is not draining")
+        self._drained -= {replica}
+        self.changes.add(actor, "replica_undrained", replica, _with_reason({}, reason))
 
     def demote(self, specialist: str, actor: str, reason: str = "") -> None:
         """Only its shadows run until `restore`."""
@@ -166,7 +202,7 @@ class EnsembleControl:
     def restore(self, specialist: str, actor: str, reason: str = "") -> None:
         """Undo a demotion, by the operator or by the breaker; a spike and ejections too."""
         watch, now = self._find(specialist), self._clock()
-        before = watch.state(now)
+        before = watch.breaker_state(now)
         if before == CLOSED and watch.spike.level == NORMAL and not watch.replicas.ejected(now):
             raise Conflict(f"{specialist} is not demoted, ejected or under a spike")
         watch.is_held = False
@@ -261,9 +297,10 @@ class EnsembleControl:
         """Everything that survives a restart. Spikes and ejections do not: they are short."""
         return {
             "specialists": {
-                name: watch.breaker.saved() | {"held": watch.is_held}
+                name: watch.breaker.saved() | {"held": watch.is_held, "draining": watch.is_draining}
                 for name, watch in self._watches.items()
             },
+            "drained": sorted(self._drained),
             "overrides": {name: plain(values) for name, values in self._overrides.items()},
             "canaries": self.canaries.saved(),
         }
@@ -275,6 +312,11 @@ class EnsembleControl:
             if watch is not None:
                 watch.breaker.restore(state)
                 watch.is_held = bool(state.get("held"))
+                watch.is_draining = bool(state.get("draining"))
+        self._drained = frozenset()
+        for replica in saved.get("drained", ()):
+            with suppress(NotFound, Conflict):
+                self._drained = self._may_drain(replica)
         self._overrides = {
             name: IntentThresholds(**values)
             for name, values in saved.get("overrides", {}).items()
@@ -327,6 +369,21 @@ class EnsembleControl:
             raise NotFound(
                 f"no intent {intent!r} is configured; there are: {known}", param="intent"
             )
+
+    def _may_drain(self, replica: str) -> frozenset[str]:
+        """All that drain when this replica does too; refused if a specialist had no other left."""
+        served = [item for item in self._watches.values() if replica in item.settings.replicas]
+        if not served:
+            known = {name for item in self._watches.values() for name in item.settings.replicas}
+            listed = ", ".join(sorted(known)) or "none"
+            raise NotFound(f"no replica {replica!r}; there are: {listed}", param="replica")
+        after = self._drained | {replica}
+        for watch in served:
+            if after.issuperset(watch.settings.replicas):
+                raise Conflict(
+                    f"{watch.name} has no other replica: drain the specialist {watch.name} instead"
+                )
+        return after
 
     def _find(self, specialist: str) -> SpecialistWatch:
         watch = self._watches.get(specialist)

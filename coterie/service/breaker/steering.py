@@ -15,7 +15,7 @@ from coterie.core.plan import AdapterChoice, AlternateSpecialist, RoutePlan
 from coterie.core.quick_init import quick_init
 from coterie.service.breaker.correctness import CLOSED
 from coterie.service.breaker.spike import NORMAL, IntentThresholds
-from coterie.service.breaker.watch import SpecialistWatch
+from coterie.service.breaker.watch import DRAINING, SpecialistWatch
 from coterie.service.canary import CanarySet
 from coterie.service.shadow.policy import SAMPLE, ShadowFacts, ShadowPolicy
 
@@ -47,7 +47,7 @@ class SteeredPlan:
     """Who answers."""
 
     specialist: str
-    # the breaker of the first choice: closed, shadow_only or ejected
+    # the breaker of the first choice: closed, shadow_only, ejected or draining
     breaker: str = CLOSED
     shadow: str = ""
     # unsure, fresh or sample
@@ -102,6 +102,8 @@ class PlanSteering:
         chosen = first
         if not request.is_named:
             chosen = self._who_answers(plan, request, first, limits, now, reasons)
+        elif first.state(now) == DRAINING:
+            raise _nobody(first, now)
         adapters, label = None, ""
         if not request.is_pinned and chosen.name == plan.specialist:
             adapters, label = self._canaries.adapters(plan.adapters, request.request_id)
@@ -215,15 +217,13 @@ class PlanSteering:
     ) -> SpecialistWatch:
         """The fallback; if that cannot, its fallback and so on; at the end the base. If that cannot
         either, an error."""
-        if first.name == self._base and not first.settings.fallback:
+        is_last = first.name == self._base and not first.settings.fallback
+        if is_last and first.state(now) != DRAINING:
             return first
         for watch in self._fallbacks(first):
             if request.may_use(watch.name) and self._may_stand_in(watch, now):
                 return watch
-        raise Saturated(
-            f"{first.name} is {first.state(now)}, and no other specialist may answer now",
-            retry_after_s=max(first.replicas.back_in_s(now), RETRY_S),
-        )
+        raise _nobody(first, now)
 
     def _fallbacks(self, first: SpecialistWatch) -> list[SpecialistWatch]:
         found, watch = [first], self._watches.get(first.settings.fallback)
@@ -274,6 +274,7 @@ class PlanSteering:
             if watch is None or watch is chosen or not request.may_use(name):
                 continue
             is_out = watch.is_down or watch.replicas.all_ejected(now)
+            is_out = is_out or watch.state(now) == DRAINING
             if watch.settings.may_shadow and not is_out:
                 return name, why
         return "", ""
@@ -295,3 +296,10 @@ class PlanSteering:
             return True
         least, outcomes = self._settings.min_judged, self._outcomes
         return outcomes is not None and any(outcomes(a.digest)[1] < least for a in adapters)
+
+
+def _nobody(first: SpecialistWatch, now: float) -> Saturated:
+    return Saturated(
+        f"{first.name} is {first.state(now)}, and no other specialist may answer now",
+        retry_after_s=max(first.replicas.back_in_s(now), RETRY_S),
+    )

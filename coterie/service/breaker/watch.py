@@ -19,6 +19,8 @@ from coterie.service.breaker.spike import SpikeController
 from coterie.service.slo.board import EPOCH
 
 EJECTED = "ejected"
+# an operator lets what runs end, and nothing new begins
+DRAINING = "draining"
 NO_PROMISE = SloSettings()
 # who changed something: the control itself
 AUTOMATIC = "control"
@@ -63,6 +65,7 @@ class SpecialistWatch:
         self.replicas = ReplicaBreaker(settings.replicas)
         # an operator demoted it
         self.is_held = False
+        self.is_draining = False
         self.is_full = False
         # no replica can take a request now
         self.is_down = False
@@ -76,6 +79,10 @@ class SpecialistWatch:
         return self.is_held or self.breaker.state == SHADOW_ONLY
 
     def state(self, now: float) -> str:
+        return DRAINING if self.is_draining else self.breaker_state(now)
+
+    def breaker_state(self, now: float) -> str:
+        """Whether it drains or not."""
         if self.is_held or self.breaker.state == SHADOW_ONLY:
             return SHADOW_ONLY
         return EJECTED if self.is_down or self.replicas.all_ejected(now) else CLOSED

@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 
 from coterie.core.job import Job
-from coterie.core.request import own_tenant
+from coterie.core.request import DEFAULT_PRIORITY, own_tenant
+from coterie.service.breaker.watch import DRAINING
 from coterie.service.dashboard.activity import FollowedRequest, RequestActivity
-from coterie.service.dashboard.stage import StageInputs, stage_of
+from coterie.service.dashboard.stage import StageInputs, encoding_stage, stage_of
+from coterie.service.encoders.service import EncoderService, OpenEncoding
 from coterie.service.ensemble import EnsembleService
 from coterie.service.fleet import Fleet, ServedSpecialist, ServiceHealth
 from coterie.service.jobs.service import JobService
@@ -50,10 +52,11 @@ class DashboardSections:
         ensemble: EnsembleService,
         jobs: JobService,
         activity: RequestActivity,
+        encoders: EncoderService,
         health: Callable[[], ServiceHealth],
     ) -> None:
         self._fleet, self._ensemble, self._jobs = fleet, ensemble, jobs
-        self._activity, self._health = activity, health
+        self._activity, self._encoders, self._health = activity, encoders, health
         # of each replica, its MoE stall and when it was read
         self._stalled: dict[str, tuple[float, float]] = {}
 
@@ -97,7 +100,7 @@ class DashboardSections:
             return {}
         replicas = self._replicas()
         status = self._ensemble.status()
-        del status["specialists"]
+        del status["specialists"], status["replicas"]
         maps = {
             replica.name: asdict(found)
             for replica, item in replicas.values()
@@ -127,7 +130,7 @@ class DashboardSections:
             "model": item.model,
             "context": item.context,
             "is_remote": item.is_remote,
-            "replicas": {replica.name: replica.state() for replica in item.replicas.members},
+            "replicas": {one.name: self._state(one) for one in item.replicas.members},
             "max_queue": sum(state.max_queue for state in states),
             "kv_total": sum(state.total_tokens for state in states),
             "kv_free": sum(state.free_tokens for state in states),
@@ -138,11 +141,15 @@ class DashboardSections:
             "generation_tokens": series.generation_tokens.value,
         }
 
+    def _state(self, replica: Replica) -> str:
+        is_drained = replica.healthy() and replica.name in self._ensemble.drained()
+        return DRAINING if is_drained else replica.state()
+
     def _engine(self, replica: Replica, item: ServedSpecialist) -> dict[str, Any]:
         info, stats = item.info, replica.stats()
         shown = {
             "name": replica.name,
-            "state": replica.state(),
+            "state": self._state(replica),
             "specialists": [
                 other.name
                 for other in self._fleet.served.values()
@@ -203,11 +210,43 @@ class DashboardSections:
         self, inputs: Mapping[str, StageInputs], now: float
     ) -> list[tuple[str, dict[str, Any]]]:
         """(tenant, row) of each request in flight, the oldest first."""
-        return [
+        found = [
             (own_tenant(request.run.request.tenant), _request_row(request, known, now))
             for request in self._activity.open.values()
             if (known := inputs.get(request.run.served.name)) is not None
         ]
+        if encodings := self._encoders.open.values():
+            found += [
+                (own_tenant(it.caller.tenant), self._encoding_row(it, now)) for it in encodings
+            ]
+            found.sort(key=lambda entry: entry[1]["arrived_at"])
+        return found
+
+    def _encoding_row(self, item: OpenEncoding, now: float) -> dict[str, Any]:
+        """A request to an encoder, with the fields of the others."""
+        asked, served = item.caller.receipt.asked, item.served
+        stage = encoding_stage(item, self._encoders.waiting_beside(item), now)
+        return {
+            "id": asked.request_id,
+            "tenant": own_tenant(asked.tenant),
+            "model": asked.model[:MAX_NAME],
+            "specialist": served.name,
+            "replica": "" if served.replica is None else served.replica.name,
+            "adapters": [],
+            "intent": asked.operation,
+            "priority": DEFAULT_PRIORITY,
+            "is_job": False,
+            "arrived_at": round(EPOCH + asked.arrived_at, 3),
+            "stage": stage.name,
+            "stage_at": round(EPOCH + stage.since, 3),
+            "why": stage.why,
+            "is_slow": stage.is_slow,
+            "inputs": item.num_inputs,
+            "prompt_tokens": item.num_tokens,
+            "cached_tokens": 0,
+            "tokens": 0,
+            "max_tokens": 0,
+        }
 
     def _stalls(self, now: float) -> dict[str, float]:
         """Of each replica with MoE experts: the share of the time since the last call in which it

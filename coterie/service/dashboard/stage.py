@@ -8,10 +8,12 @@ from typing import Any
 
 from coterie.core.plan import LaneState
 from coterie.service.dashboard.activity import FollowedRequest
+from coterie.service.encoders.service import OpenEncoding
 from coterie.workers.contract import Replica
+from coterie.workers.encoder.replica import EncoderReplica
 
-PREPARING, WAITING, PROMPT, ANSWERING, CHECKING = (
-    "preparing", "waiting", "prompt", "answering", "checking",
+PREPARING, WAITING, PROMPT, ANSWERING, CHECKING, ENCODING = (
+    "preparing", "waiting", "prompt", "answering", "checking", "encoding",
 )  # fmt: skip
 # a request that is younger is not called slow without a promise
 PATIENCE_S = 1.0
@@ -56,6 +58,20 @@ def stage_of(request: FollowedRequest, inputs: StageInputs, now: float) -> Reque
     if replica is None:
         return RequestStage(PREPARING, arrived_at, _preparation(request), late)
     return RequestStage(WAITING, meter.admitted_at, _wait(request, replica), late)
+
+
+def encoding_stage(item: OpenEncoding, beside: int, now: float) -> RequestStage:
+    """Of a request to an encoder; `beside`: tokens of others at the same one."""
+    arrived_at = item.caller.receipt.asked.arrived_at
+    if item.placed_at is None:
+        is_slow = now - arrived_at > PATIENCE_S
+        return RequestStage(PREPARING, arrived_at, "its texts are tokenised", is_slow)
+    replica = item.served.replica
+    why = "" if replica is None else _down(replica)
+    if not why and beside:
+        why = f"{beside:,} tokens of others wait or run"
+    is_slow = now > item.due_at + PATIENCE_S
+    return RequestStage(ENCODING, item.placed_at, why, is_slow)
 
 
 def _patience_s(slo: Mapping[str, Any]) -> float:
@@ -121,7 +137,7 @@ def _gap(
     return why, is_slow
 
 
-def _down(replica: Replica) -> str:
+def _down(replica: Replica | EncoderReplica) -> str:
     state = replica.state()
     return "" if state in ("up", "draining") else f"its worker is {state}"
 

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,7 +25,6 @@ from coterie.core.errors import (
     InternalError,
     InvalidRequest,
     NotFound,
-    Overloaded,
     Unavailable,
 )
 from coterie.core.request import AUTO
@@ -38,6 +36,7 @@ from coterie.models.encoder.tokens import (
     check_length,
 )
 from coterie.obs.metrics import MetricRegistry
+from coterie.service.encoders.queue import EncoderQueue
 from coterie.service.encoders.served import ServedEncoder
 from coterie.service.encoders.start import EncoderStart
 from coterie.service.quotas import TenantQuotas
@@ -48,9 +47,6 @@ from coterie.workers.encoder.replica import ComputedVectors
 INLINE_CHARS, INLINE_TEXTS = 4000, 16
 Vectors = NDArray[np.float32]
 T = TypeVar("T")
-# weight of the newest request in the measured speed
-NEWEST = 0.2
-FIRST_SPEED = 1000.0
 MAX_NAMED = 12
 HOW_TO = (
     "this server has no encoder; start it with --encoder MODEL (`static` is shipped), or add a "
@@ -71,6 +67,16 @@ class EncodeCaller:
     allowed: tuple[str, ...] = ()
     # time.monotonic()
     deadline: float | None = None
+
+    @property
+    def owner(self) -> str:
+        """Whose part of a queue it uses: all keys of a tenant have one."""
+        return self.tenant if self.settings is None else self.settings.name
+
+    @property
+    def share(self) -> float:
+        """Its share among tenants that wait."""
+        return 1.0 if self.settings is None else self.settings.share
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,20 @@ class EncodeAnswer:
         return sum(self.num_tokens)
 
 
+@dataclass(slots=True)
+class OpenEncoding:
+    """A request in flight. Times are time.monotonic()."""
+
+    caller: EncodeCaller
+    served: ServedEncoder
+    num_inputs: int
+    # 0 until it is tokenised
+    num_tokens: int = 0
+    # when it got a place among those that wait and run, and by when it should be done
+    placed_at: float | None = None
+    due_at: float = 0.0
+
+
 class EncoderService:
     """For one event loop."""
 
@@ -113,9 +133,9 @@ class EncoderService:
         self._registry: MetricRegistry | None = None
         # one thread: tokenising is short, and large requests wait for each other
         self._thread = ThreadPoolExecutor(1, "encoder-tokens")
-        self._open: dict[str, int] = {}
-        self._tokens: dict[str, int] = {}
-        self._speed: dict[str, float] = {}
+        self._queues: dict[str, EncoderQueue] = {}
+        # by the job's id
+        self.open: dict[str, OpenEncoding] = {}
         self._closed = False
 
     def bind(self, registry: MetricRegistry, quotas: TenantQuotas) -> None:
@@ -208,13 +228,21 @@ class EncoderService:
     ) -> EncodeAnswer:
         """Raises a typed error before any work for what does not fit."""
         begun, receipt = time.monotonic(), caller.receipt
+        item = OpenEncoding(caller, served, request.num_inputs)
+        self.open[caller.job_id] = item
         try:
             _check_number(request, served.limits)
-            with self._entered(served), self._quotas.enter(caller.settings) as quota:
+            queue, share = self._queue(served), caller.share
+            with (
+                queue.enter(caller.owner, share),
+                self._quotas.enter(caller.settings) as quota,
+            ):
                 inputs = await _until(caller.deadline, self._tokens_of(served, request))
                 total = sum(len(item.ids) for item in inputs)
                 quota.reserve(total, 0)
-                with self._place(served, total):
+                with queue.place(caller.owner, share, total):
+                    item.num_tokens, item.placed_at = total, time.monotonic()
+                    item.due_at = item.placed_at + queue.expected_s()
                     receipt.admitted(total)
                     work = served.source.encode(caller.job_id, caller.tenant, inputs)
                     try:
@@ -235,9 +263,22 @@ class EncoderService:
         except Exception:
             receipt.failed(InternalError("the server failed to answer"))
             raise
+        finally:
+            self.open.pop(caller.job_id, None)
         receipt.finished(computed.compute_s)
         self._count(served.name, request.num_inputs, total, time.monotonic() - begun)
         return EncodeAnswer(computed.rows, tuple(len(item.ids) for item in inputs))
+
+    def waiting_beside(self, item: OpenEncoding) -> int:
+        """Tokens of other requests that wait or run at the same encoder."""
+        return max(self._queue(item.served).tokens.used - item.num_tokens, 0)
+
+    def _queue(self, served: ServedEncoder) -> EncoderQueue:
+        queue = self._queues.get(served.name)
+        if queue is None:
+            most = served.limits.max_waiting_tokens
+            queue = self._queues[served.name] = EncoderQueue(served.name, self._max_queue, most)
+        return queue
 
     async def _tokens_of(
         self, served: ServedEncoder, request: EncodeRequest
@@ -248,46 +289,6 @@ class EncoderService:
             return _tokenised(served, request)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, _tokenised, served, request)
-
-    @contextmanager
-    def _entered(self, served: ServedEncoder) -> Iterator[None]:
-        """One of the requests that are tokenised, wait and run. Raises Overloaded if there are too
-        many."""
-        name = served.name
-        if self._open.get(name, 0) >= self._max_queue:
-            raise self._overloaded(name, f"{self._max_queue} requests wait")
-        self._open[name] = self._open.get(name, 0) + 1
-        try:
-            yield
-        finally:
-            self._open[name] -= 1
-
-    @contextmanager
-    def _place(self, served: ServedEncoder, tokens: int) -> Iterator[None]:
-        """Room for the tokens among those that wait and run. Raises Overloaded if there is none."""
-        name, waiting = served.name, self._tokens.get(served.name, 0)
-        if waiting and waiting + tokens > served.limits.max_waiting_tokens:
-            raise self._overloaded(name, f"{waiting} tokens wait")
-        self._tokens[name] = waiting + tokens
-        begun, done = time.monotonic(), False
-        try:
-            yield
-            done = True
-        finally:
-            self._tokens[name] -= tokens
-            if done:
-                spent_s = max(time.monotonic() - begun, 1e-4)
-                before = self._speed.get(name, tokens / spent_s)
-                # what ran beside it was computed in the same time
-                rate = (waiting + tokens) / spent_s
-                self._speed[name] = before + NEWEST * (rate - before)
-
-    def _overloaded(self, name: str, why: str) -> Overloaded:
-        wait_s = self._tokens.get(name, 0) / self._speed.get(name, FIRST_SPEED) / 2
-        return Overloaded(
-            f"the encoder `{name}` is full: {why}; try again later",
-            retry_after_s=min(max(wait_s, 0.5), 60.0),
-        )
 
     def _count(self, name: str, num_inputs: int, tokens: int, seconds: float) -> None:
         if self._registry is not None:
@@ -305,7 +306,7 @@ class EncoderService:
             return
         for name, item in self._served.items():
             self._registry.value("coterie_encoder_waiting_tokens", name).set(
-                self._tokens.get(name, 0)
+                self._queue(item).tokens.used
             )
             if item.replica is not None:
                 stats = item.replica.stats()
@@ -325,7 +326,7 @@ class EncoderService:
                 "kind": "encoder",
                 "replicas": {one.name: one.healthy() for one in replicas},
                 "states": {one.name: one.state() for one in replicas},
-                "queued": self._open.get(name, 0),
+                "queued": self._queue(item).requests.used,
                 "max_model_len": item.context,
                 "dimensions": None if item.is_cross else item.dim,
                 **dict(item.details),

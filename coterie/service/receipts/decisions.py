@@ -89,7 +89,7 @@ class SpecialistReading(msgspec.Struct, frozen=True, array_like=True):
     """The state of a specialist when a request was steered."""
 
     name: str
-    # closed, shadow_only or ejected
+    # closed, shadow_only, ejected or draining
     state: str
     spike_level: int
     load: float

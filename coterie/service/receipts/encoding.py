@@ -36,7 +36,7 @@ class EncodingAsked:
 class EncodingReceipt:
     """The receipt of one request while it is computed; its trace notes the same moments."""
 
-    __slots__ = ("_asked", "_on_receipt", "_plan", "_receipt", "_trace", "_writer")
+    __slots__ = ("_on_receipt", "_plan", "_receipt", "_trace", "_writer", "asked")
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class EncodingReceipt:
         asked: EncodingAsked,
         on_receipt: OnReceipt | None = None,
     ) -> None:
-        self._writer, self._asked, self._on_receipt = writer, asked, on_receipt
+        self._writer, self.asked, self._on_receipt = writer, asked, on_receipt
         self._trace: InferenceTrace | None = None
         if writer.tracer is not None:
             self._trace = writer.tracer.encoding(asked.operation, asked.model, asked.arrived_at)
@@ -53,7 +53,7 @@ class EncodingReceipt:
         self._receipt: Receipt | None = None
 
     def found(self, specialist: str, replica: str) -> None:
-        asked = self._asked
+        asked = self.asked
         is_named = asked.model not in ("", AUTO)
         self._plan = ReceiptPlan(
             model=shown_model(asked.model),
@@ -80,7 +80,7 @@ class EncodingReceipt:
     def finished(self, compute_s: float) -> None:
         """The vectors are there; they were computed for so long."""
         ended = time.monotonic()
-        total_s = ended - self._asked.arrived_at
+        total_s = ended - self.asked.arrived_at
         compute_s = min(compute_s, total_s)
         timings = ReceiptTimings(
             queue_ms=_ms(total_s - compute_s), prefill_ms=_ms(compute_s), total_ms=_ms(total_s)
@@ -111,12 +111,12 @@ class EncodingReceipt:
             self._end_own_trace()
 
     def _stopped(self, receipt: Receipt) -> None:
-        total_ms = _ms(time.monotonic() - self._asked.arrived_at)
+        total_ms = _ms(time.monotonic() - self.asked.arrived_at)
         self._change(replace(receipt, timings=ReceiptTimings(total_ms=total_ms)))
 
     def _made(self, admission: str, outcome: str) -> Receipt:
         assert self._plan is not None
-        asked = self._asked
+        asked = self.asked
         return Receipt(
             request_id=asked.request_id,
             tenant=own_tenant(asked.tenant),
@@ -134,7 +134,7 @@ class EncodingReceipt:
 
     def _end_own_trace(self) -> None:
         if self._trace is not None and self._trace.owns_root:
-            self._trace.root.end(self._asked.request_id)
+            self._trace.root.end(self.asked.request_id)
 
 
 def _ms(seconds: float) -> float:

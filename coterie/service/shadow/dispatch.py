@@ -209,3 +209,20 @@ class ShadowDispatcher:
         else:
             task.on_end(result, valid)
         self.start_waiting()
+
+
+class PrimaryRun:
+    """A request of a caller on some engines; for a `with` statement."""
+
+    __slots__ = ("_engines", "_shadows")
+
+    def __init__(self, shadows: ShadowDispatcher | None, engines: Collection[str]) -> None:
+        self._shadows, self._engines = shadows, engines
+
+    def __enter__(self) -> None:
+        if self._shadows is not None:
+            self._shadows.primary_began(self._engines)
+
+    def __exit__(self, *_: object) -> None:
+        if self._shadows is not None:
+            self._shadows.primary_ended(self._engines)

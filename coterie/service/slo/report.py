@@ -54,6 +54,8 @@ class SloReporter:
             "running": served.replicas.running(),
             "waiting": served.replicas.queued(),
             "ejected": sorted(watch.replicas.ejected(now)),
+            "draining": watch.is_draining,
+            "drained": sorted(control.drained.intersection(watch.settings.replicas)),
             **asdict(delivered),
             "correctness": asdict(rate)
             | {

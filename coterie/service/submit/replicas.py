@@ -60,6 +60,8 @@ class ReplicaSet:
         self.names = tuple(replica.name for replica in replicas)
         # replicas that get no requests now, although they are healthy
         self.ejected: Callable[[], Collection[str]] = frozenset
+        # those that get none even if no other can take them
+        self.drained: Callable[[], Collection[str]] = frozenset
         self.shared = shared or EngineGroupLoad((replica.name for replica in replicas), clock)
         self.predictor = LatencyPredictor()
         self.tenants = TenantShares(clock)
@@ -94,7 +96,7 @@ class ReplicaSet:
         prefixes: PromptPrefixes | None = None,
     ) -> list[Replica]:
         """The `count` best healthy replicas that are not in `avoid`; raises Unavailable."""
-        able: Sequence[Replica] = [r for r in self.members if r.healthy() and r.name not in avoid]
+        able: Sequence[Replica] = [r for r in self._open() if r.name not in avoid]
         if out := self.ejected():
             able = [replica for replica in able if replica.name not in out] or able
         if not able:
@@ -115,8 +117,8 @@ class ReplicaSet:
         self, name: str, ranked: list[Replica], avoid: Collection[str] = ()
     ) -> list[Replica]:
         """`ranked` with the replica of this name first, if it can take requests."""
-        for replica in self.members:
-            if replica.name == name and replica.healthy() and name not in avoid:
+        for replica in self._open():
+            if replica.name == name and name not in avoid:
                 return [replica, *(other for other in ranked if other is not replica)]
         return ranked
 
@@ -158,7 +160,7 @@ class ReplicaSet:
 
     def has_room(self) -> bool:
         """Whether a healthy replica has room in its queue."""
-        return any(r.healthy() and not self.is_full(r) for r in self.members)
+        return any(not self.is_full(r) for r in self._open())
 
     def queued(self) -> int:
         return sum(queue.waiting for queue in self._queues.values())
@@ -171,7 +173,13 @@ class ReplicaSet:
         return [state for state in reported if state is not None]
 
     def ready(self) -> bool:
-        return any(replica.healthy() for replica in self.members)
+        return bool(self._open())
+
+    def _open(self) -> list[Replica]:
+        """The healthy ones that nobody drains."""
+        if out := self.drained():
+            return [r for r in self.members if r.name not in out and r.healthy()]
+        return [r for r in self.members if r.healthy()]
 
     def _expected_s(
         self,

@@ -127,6 +127,7 @@ __all__ = ["PERMUTED", "ROPE_FACTORS", "hf_config", "hf_generation", "hf_name", 
 # GGUF architecture -> (HF class, model_type). Mistral is stored as llama and computes the same.
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "olmoe": ("OlmoeForCausalLM", "olmoe"),

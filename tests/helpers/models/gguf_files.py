@@ -17,7 +17,9 @@ def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
     return split.swapaxes(1, 2).reshape(rows.shape)
 
 
-def hf_weights(seed: int, *, tied: bool = False, norms: bool = False) -> dict[str, np.ndarray]:
+def hf_weights(
+    seed: int, *, tied: bool = False, norms: bool = False, biases: bool = False
+) -> dict[str, np.ndarray]:
     """Random dense weights by their Hugging Face names."""
     random = np.random.default_rng(seed)
 
@@ -40,6 +42,9 @@ def hf_weights(seed: int, *, tied: bool = False, norms: bool = False) -> dict[st
             f"{stem}.mlp.up_proj.weight": draw(INNER, HIDDEN),
             f"{stem}.mlp.down_proj.weight": draw(HIDDEN, INNER),
         }
+        if biases:
+            for part, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+                weights[f"{stem}.self_attn.{part}_proj.bias"] = draw(heads * HEAD_DIM)
         if norms:
             weights[f"{stem}.self_attn.q_norm.weight"] = draw(HEAD_DIM)
             weights[f"{stem}.self_attn.k_norm.weight"] = draw(HEAD_DIM)
@@ -82,7 +87,9 @@ def write_model(
     extra: dict[str, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """A whole small model; answers its dense weights before they were quantised."""
-    weights = hf_weights(seed, tied=tied, norms=architecture == "qwen3")
+    weights = hf_weights(
+        seed, tied=tied, norms=architecture == "qwen3", biases=architecture == "qwen2"
+    )
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(LAYERS)
     writer.add_context_length(512)
