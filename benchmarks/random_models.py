@@ -347,17 +347,19 @@ def make_model(
     """`experts`: their precision, if it is not that of the rest. All of them are resident, unless
     `dispatch` says where they are. `skewed`: gates prefer some experts, about as Zipf's law."""
 
-    def opened(wanted: MoeRequirements) -> ExpertRuntime:
+    def open_runtime(wanted: MoeRequirements) -> ExpertRuntime:
         geometry = wanted.geometry()
         kind = experts or dtype
         store = RandomExperts(geometry, wanted.hidden, wanted.moe.intermediate, kind)
         settings = dispatch or MoeSettings(
             strategy="persistent", cache_capacity=geometry.total, warmup="none", predict="off"
         )
-        return open_experts(store, settings, device=wanted.device, kv_bytes=wanted.kv_bytes)
+        opened = open_experts(store, settings, device=wanted.device, kv_bytes=wanted.kv_bytes)
+        opened.wait_loaded()
+        return opened
 
     weights = cast(Checkpoint, RandomCheckpoint(config, device, skewed))
-    return load_model(weights, dtype=dtype, device=device, backend=backend, experts=opened)
+    return load_model(weights, dtype=dtype, device=device, backend=backend, experts=open_runtime)
 
 
 def make_tokenizer(vocab: int) -> Tokenizer:

@@ -6,7 +6,7 @@ Every accepted request ends in exactly one `Finished` or `Failed`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from coterie.core.moe import USAGE_FIELDS, MoeUsage
@@ -48,6 +48,29 @@ class Usage:
 
 @quick_init
 @dataclass(frozen=True, slots=True)
+class TimeSpent:
+    """What a request waited for after its first step was scheduled, in seconds that do not
+    overlap."""
+
+    # computing
+    device_s: float = 0.0
+    # experts on their way: over the link, from disk, and those that the CPU computes beside
+    link_s: float = 0.0
+    disk_s: float = 0.0
+    cpu_s: float = 0.0
+    # scheduling, making text of tokens, sending it
+    host_s: float = 0.0
+    # prompts of others in its steps, and steps without it
+    others_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        experts_s = self.link_s + self.disk_s + self.cpu_s
+        return self.device_s + experts_s + self.host_s + self.others_s
+
+
+@quick_init
+@dataclass(frozen=True, slots=True)
 class Timings:
     """Seconds. `first_token_s` counts from arrival, `decode_s` from first to last token."""
 
@@ -63,6 +86,15 @@ class Timings:
     grammar_s: float = 0.0
     # part of the others: without a worker after a crash, until its next event came
     outage_s: float = 0.0
+    # after queue_s; None: its engine could not tell
+    spent: TimeSpent | None = None
+
+    @property
+    def explained(self) -> float:
+        """The share of total_s whose cause is known, 0 to 1."""
+        spent_s = 0.0 if self.spent is None else self.spent.total_s
+        known_s = self.queue_s + spent_s + self.outage_s
+        return min(1.0, known_s / self.total_s) if self.total_s > 0 else 1.0
 
 
 @quick_init
@@ -150,6 +182,11 @@ def speed(usage: Usage, timings: Timings, num_choices: int = 1) -> dict[str, flo
     prompt = usage.prompt_tokens - usage.cached_tokens
     # the first token of each choice belongs to the prefill
     drawn = usage.completion_tokens - num_choices
+    spent: dict[str, Any] = {}
+    if timings.spent is not None:
+        parts = {name: getattr(timings.spent, name) for name in SPENT_FIELDS}
+        parts["unknown_s"] = timings.total_s * (1 - timings.explained)
+        spent["spent"] = {name: round(value, DIGITS) for name, value in parts.items()}
     return {
         "queue_s": round(timings.queue_s, DIGITS),
         "grammar_s": round(timings.grammar_s, DIGITS),
@@ -162,7 +199,11 @@ def speed(usage: Usage, timings: Timings, num_choices: int = 1) -> dict[str, flo
         "total_s": round(timings.total_s, DIGITS),
         "preemptions": timings.num_preemptions,
         "cached_tokens": usage.cached_tokens,
+        **spent,
     }
+
+
+SPENT_FIELDS = tuple(item.name for item in fields(TimeSpent))
 
 
 def moe_facts(usage: MoeUsage) -> dict[str, Any]:

@@ -101,8 +101,11 @@ class MoeUsage:
     lookup_s: float = 0.0
     io_s: float = 0.0
     compute_s: float = 0.0
-    # time in which nothing could be computed because data was still being moved
+    # time in which nothing could be computed because data was still being moved; and its parts
+    # that passed waiting for the disk, and for what the CPU computes beside a device
     stall_s: float = 0.0
+    disk_s: float = 0.0
+    cpu_s: float = 0.0
     # how often a strategy reconsidered its slots while the request ran, and the experts that were
     # exchanged by that
     updates: int = 0

@@ -251,6 +251,7 @@ class Engine:
         if flight is None:
             parts = self._schedule(events)
             if not parts:
+                self._tracker.times.idle()
                 if not events:
                     self._wait_for_background()
                 return events
@@ -298,6 +299,9 @@ class Engine:
             self._failed(parts, plan, error, events)
             return
         ran = time.perf_counter()
+        usage = None if result.dispatch is None else result.dispatch.total
+        times = self._tracker.times.step(started, ran, self._counts["schedule_s"], usage)
+        self._tracker.charge_time(plan, times)
         num_ended = [self._lanes[part.lane].scheduler.commit(part.plan) for part in parts]
         self._tracker.commit(plan, result, events)
         if sum(num_ended) < len(plan.rows):

@@ -34,6 +34,7 @@ from coterie.engine.step import (
     StepUsage,
     TokenScore,
 )
+from coterie.engine.time_ledger import StepTimes, TimeLedger
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class RequestTracker:
         self._decoding: DecodeStreams | None = None
         # requests that ended, by lane
         self.num_ended: Counter[str] = Counter()
+        self.times = TimeLedger()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -113,7 +115,7 @@ class RequestTracker:
             if choice not in assignment.finished:
                 events.append(Delta(assignment.request_id, choice, "", (), finish_reason=reason))
         if request.is_over:
-            events.append(request.finished(self._now()))
+            events.append(request.finished(self._now(), self.times.busy_s))
             return
         self._requests[assignment.request_id] = request
         num_beams = assignment.sampling.num_beams or 1
@@ -201,6 +203,7 @@ class RequestTracker:
         if request.clock.scheduled is not None:
             return
         request.clock.scheduled = self._now()
+        request.ledger.from_s = self.times.busy_s
         self._charge_load(request)
         holds = self._schedulers[request.assignment.lane].holds
         if holds is not None and sequence.adapter_key:
@@ -380,6 +383,25 @@ class RequestTracker:
             if request is not None and row.sequence.status is not SequenceStatus.ENDED:
                 request.moe = cost if request.moe is None else request.moe + cost
 
+    def charge_time(self, plan: StepPlan, times: StepTimes) -> None:
+        """Every request of a step waited for all of it; one that only decodes, also for the
+        prompts of others."""
+        requests, rows, number = self._requests, plan.rows, self.times.num_steps
+        if not plan.num_prefill_tokens:
+            sequences = rows.sequences if isinstance(rows, DecodeRows) else [r[0] for r in rows]
+            for sequence in sequences:
+                request = requests.get(sequence.request_id)
+                if request is not None:
+                    request.ledger.add(number, times, 0.0)
+            return
+        prompts = {row.sequence.request_id for row in rows if row.phase == "prefill"}
+        others = plan.num_prefill_tokens / plan.num_tokens
+        for row in rows:
+            request_id = row.sequence.request_id
+            request = requests.get(request_id)
+            if request is not None:
+                request.ledger.add(number, times, 0.0 if request_id in prompts else others)
+
     def charge_moe_updates(self, plan: StepPlan, cost: MoeUsage) -> None:
         """Charge the cost of moving experts after this step to all requests that continue."""
         for request_id in {row.sequence.request_id for row in plan.rows}:
@@ -493,7 +515,7 @@ class RequestTracker:
 
     def _finish(self, request: ActiveRequest, events: list[Event]) -> None:
         self._charge_load(request)
-        events.append(request.finished(self._now()))
+        events.append(request.finished(self._now(), self.times.busy_s))
         self._forget(request)
 
     def _forget(self, request: ActiveRequest) -> None:

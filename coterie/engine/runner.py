@@ -108,7 +108,8 @@ class Runner:
         """
         started = time.perf_counter()
         self._copy(plan)
-        if self._steps is not None and self._model.is_captured:
+        model = self._model
+        if self._steps is not None and model.is_captured and not model.is_loading:
             draws = self._steps.launch(plan, before, partial(self._group, plan))
             if draws is not None:
                 return self._launched(plan, draws, started, self._steps)

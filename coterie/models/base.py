@@ -162,9 +162,9 @@ class CausalLM:
         """fp32 logits [R, V] of the rows in `logits_rows`, valid until the next call; writes the
         keys and values of all T rows."""
         # copies of experts take longer than launches: nothing is gained by a captured step
-        copied = self._moe.prompt_pool(batch) if self._moe is not None else None
-        if copied is not None:
-            return self.compute(token_ids, batch, kv, logits_rows, copied)[0]
+        special = self._moe.step_pool(batch) if self._moe is not None else None
+        if special is not None:
+            return self.compute(token_ids, batch, kv, logits_rows, special)[0]
         # graphs support only embeddings: rows of a prompt may be soft tokens, decoded rows are not
         pool = self._moe.pool if self._moe is not None else None
         captured = self._moe is None or pool is not None
@@ -276,8 +276,13 @@ class CausalLM:
 
     @property
     def is_captured(self) -> bool:
-        """Whether decode steps may run as captured graphs."""
+        """Whether decode steps may run as captured graphs, once experts are loaded."""
         return self.graphs is not None and (self._moe is None or self._moe.pool is not None)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a step may have to wait, layer by layer, for experts that are still loaded."""
+        return self._moe is not None and self._moe.is_loading
 
     def ran_captured(self, routed: Tensor, batch: AttentionBatch) -> None:
         """A captured step was run outside of `forward`; `routed`: the choices of its gates."""

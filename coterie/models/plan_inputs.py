@@ -207,6 +207,9 @@ class NoExperts:
     def device_pool(self) -> None:
         """The planner measures the CPU only."""
 
+    def loading_pool(self) -> None:
+        """The same."""
+
     def prompt_pool(self, rows: int) -> None:
         """The same."""
 

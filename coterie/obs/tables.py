@@ -90,6 +90,8 @@ MOE_SERIES: dict[str, tuple[str, ...]] = {
     "moe_io_s": ("coterie_moe_seconds", "io"),
     "moe_compute_s": ("coterie_moe_seconds", "compute"),
     "moe_stall_s": ("coterie_moe_seconds", "stall"),
+    "moe_disk_s": ("coterie_moe_seconds", "stall_disk"),
+    "moe_cpu_s": ("coterie_moe_seconds", "stall_cpu"),
     "moe_device_evictions": ("coterie_moe_changes", "device_eviction"),
     "moe_host_evictions": ("coterie_moe_changes", "host_eviction"),
     "moe_updates": ("coterie_moe_changes", "update"),

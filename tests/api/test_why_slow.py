@@ -9,7 +9,8 @@ import pytest
 from tests.helpers.serving.server_process import Served, chat, frames
 
 PARTS = {"queue_s", "grammar_s", "adapters_s", "prefill_s", "prefill_tok_s", "ttft_s", "decode_s",
-         "decode_tok_s", "total_s", "preemptions", "cached_tokens"}  # fmt: skip
+         "decode_tok_s", "total_s", "preemptions", "cached_tokens", "spent"}  # fmt: skip
+WAITS = ("device_s", "link_s", "disk_s", "cpu_s", "host_s", "others_s")
 MESSAGES = [{"role": "user", "content": "hello there"}]
 ANTHROPIC = {"model": "tiny", "max_tokens": 8, "messages": MESSAGES}
 INFER = {"prompt": "hello there", "max_tokens": 8, "model": "tiny"}
@@ -24,6 +25,10 @@ def check(told: dict[str, Any]) -> None:
     # one clock's: nothing but rounding lies between them
     assert 0 < spent <= timings["total_s"] + 5e-6
     assert timings["grammar_s"] + timings["adapters_s"] <= timings["queue_s"] + 0.001
+    assert timings["spent"].keys() == {*WAITS, "unknown_s"}
+    told_s = timings["queue_s"] + sum(timings["spent"].values())
+    assert timings["spent"]["device_s"] > 0
+    assert abs(told_s - timings["total_s"]) < 0.1 * timings["total_s"] + 0.001
 
 
 @pytest.mark.parametrize(

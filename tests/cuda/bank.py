@@ -111,6 +111,7 @@ def _model(device: str, name: str, strategy: str, mode: str) -> CausalLM:
         settings = _settings(layers * experts, strategy)
         model = load_model(checkpoint, dtype="fp32", device=device, dispatch=settings)
         assert _runtime(model).parts.bank is not None, "experts are not in the bank"
+        _runtime(model).wait_loaded()
         _loaded[key] = model, model.graphs
     model, graphs = _loaded[key]
     model.graphs = None if mode == "eager" else graphs

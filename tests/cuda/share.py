@@ -170,15 +170,19 @@ def _silence(device: str) -> str:
         engine = make_engine(model, tokenizer_of(vocab), 2, 256)
         prompts = make_prompts(vocab, [20, 20], seed=1)
         streams = Streams(engine)
-        stream = streams.send(prompts[0], 64)
-        while len(stream.tokens) < 4:
+        both = [streams.send(prompt, 64) for prompt in prompts]
+        while min(len(stream.tokens) for stream in both) < 4:
             streams.step()
         share.pause(True)
-        begin, failed = time.perf_counter(), None
-        while failed is None and time.perf_counter() - begin < 5:
-            failed = next((event for event in engine.step() if isinstance(event, Failed)), None)
+        begin = time.perf_counter()
+        failed: list[Failed] = []
+        while len(failed) < len(both) and time.perf_counter() - begin < 5:
+            failed += [event for event in engine.step() if isinstance(event, Failed)]
         told = time.perf_counter() - begin
-        assert failed is not None and told < 1.0, f"told after {told:.2f} s"
+        assert len(failed) == len(both), f"{len(failed)} requests of the step failed"
+        assert told < 1.0, f"told after {told:.2f} s"
+        codes = {event.code for event in failed}
+        assert codes == {"unavailable"}, codes
         # while it is still silent, and afterwards
         for paused in (True, False):
             share.pause(paused)
@@ -194,4 +198,4 @@ def _silence(device: str) -> str:
         assert share.report()["failures"] == 1
     finally:
         model.close()
-    return f"{failed.code} after {told:.2f} s, then 3 answers"
+    return f"{len(failed)} requests: {failed[0].code} after {told:.2f} s, then 3 answers"

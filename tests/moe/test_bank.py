@@ -110,7 +110,16 @@ def test_a_host_budget_in_bytes_limits_the_bank() -> None:
 
 @contextmanager
 def experts_beside(text: str, num_slots: int) -> Iterator[tuple[DrawnStore, BankedExperts, Any]]:
-    store, slots = DrawnStore(), SlotMap(num_slots)
+    store = DrawnStore()
+    with banked_over(store, text, num_slots) as (banked, parts):
+        yield store, banked, parts
+
+
+@contextmanager
+def banked_over(
+    store: DrawnStore, text: str, num_slots: int, wait_s: float | None = None
+) -> Iterator[tuple[BankedExperts, Any]]:
+    slots = SlotMap(num_slots)
     context = StrategyContext(GEOMETRY, slots, None, COSTS, in_place=True)
     prefill, decode = build_strategies(text, context)
     own = cast("Any", store)
@@ -121,9 +130,9 @@ def experts_beside(text: str, num_slots: int) -> Iterator[tuple[DrawnStore, Bank
     )  # fmt: skip
     telemetry = UsageTelemetry(GEOMETRY)
     banked = BankedExperts(parts, bank, telemetry)
-    banked.start()
+    banked.start(wait_s)
     try:
-        yield store, banked, parts
+        yield banked, parts
     finally:
         banked.close()
         parts.device.close()

@@ -163,9 +163,9 @@ class DeviceDecoder:
         )
 
     def takes(self, batch: AttentionBatch, pool: DevicePool | None) -> bool:
-        """Whether this step can run here: all experts on the device, and adapters that the kernels
-        support."""
-        if pool is None and self._moe:
+        """Whether this step can run here: the device reads all experts, and adapters that the
+        kernels support."""
+        if self._moe and (pool is None or pool.loading is not None):
             return False
         if batch.patch_rows is not None or not batch.patches:
             return self._dense or batch.patch_rows is None
@@ -332,11 +332,11 @@ class DeviceDecoder:
         expert_gemv.choose(logits, moe.gate.rule, penalty, own.places, chosen)
         share = layer_share(pool, row, len(normed))
         if not isinstance(moe.shared, GatedMlp):
-            with pool.layer(row):
+            with pool.layer(row, chosen.ids):
                 add_experts(normed, chosen, own, hidden, scratch, pool.slot_bytes, norm, share)
             return
         delta = moe.shared.down(silu_mul(moe.shared.gate_up(normed)))
-        with pool.layer(row):
+        with pool.layer(row, chosen.ids):
             add_experts(normed, chosen, own, hidden, scratch, pool.slot_bytes, share=share)
         if norm is None:
             hidden.add_(delta)

@@ -57,7 +57,7 @@ class DeviceMoeStack:
             _choose(rows, layer.gate, own.places, chosen)
             out = torch.zeros_like(rows)
             share = layer_share(pool, row, len(rows))
-            with pool.layer(row):
+            with pool.layer(row, chosen.ids):
                 add_experts(rows, chosen, own, out, scratch, pool.slot_bytes, share=share)
             if layer.shared is not None:
                 out = out + layer.shared(rows, batch.patches)

@@ -61,6 +61,7 @@ class MoeExperts(Protocol):
 
     def resident(self, phase: str) -> ResidentExperts | None: ...
     def device_pool(self) -> DevicePool | None: ...
+    def loading_pool(self) -> DevicePool | None: ...
     def prompt_pool(self, rows: int) -> DevicePool | None: ...
     def launched(self, copies: bool) -> None: ...
     def record_device_step(
@@ -193,11 +194,19 @@ class MoeStack:
         """All experts on the device; None while a step must run layer by layer."""
         return self.experts.device_pool() if self._on_device is not None else None
 
-    def prompt_pool(self, batch: AttentionBatch) -> DevicePool | None:
-        """For a step with a prompt that has what is missing copied ahead of it; call this once."""
-        rows = len(batch.positions)
-        if self._on_device is None or batch.phase == "decode" or rows == len(batch.context_lens):
+    @property
+    def is_loading(self) -> bool:
+        """Whether layers have to wait for experts that are read from disk for the first time."""
+        return self._on_device is not None and self.experts.loading_pool() is not None
+
+    def step_pool(self, batch: AttentionBatch) -> DevicePool | None:
+        """For a step whose experts are not where they usually are: while they are loaded, or with
+        a prompt that has what is missing copied ahead of it. Call this once."""
+        if self._on_device is None:
             return None
+        loading, rows = self.experts.loading_pool(), len(batch.positions)
+        if loading is not None or batch.phase == "decode" or rows == len(batch.context_lens):
+            return loading
         return self.experts.prompt_pool(rows)
 
     def ran_on_device(self, routed: Tensor, batch: AttentionBatch, pool: DevicePool) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from coterie.kernels.device_record import device_record
 from coterie.moe.dispatch.base import Demand
+from coterie.moe.runtime.bank_fill import BankFill
 from coterie.moe.runtime.bank_uploads import BankUploads, Loads
 from coterie.moe.runtime.cpu_share import open_share
 from coterie.moe.runtime.device_pool import DevicePool, PlaceTable, ResidentExperts
@@ -66,6 +67,9 @@ class BankedExperts:
         # bytes per second from the bank
         self.link_rate = float("inf")
         self._waiting = WaitingLoads(parts.slots, parts.device)
+        # until the bank is full; and until the last step that waited for it is counted
+        self._fill: BankFill | None = None
+        self._waits: BankFill | None = None
         # decisions about steps in order, each in parts, and what was exchanged since `record` told
         self._undecided: deque[Iterator[int]] = deque()
         self._exchanged = 0
@@ -74,10 +78,17 @@ class BankedExperts:
             self.prompts = PromptStream(geometry, known, parts.device, self._table, bank)
             self._uploads.near = self.prompts.record
 
-    def start(self) -> int:
-        """Fill the bank, and the slots that strategies want full before the first request. Returns
-        the bytes read from the store."""
-        count = self._bank.fill()
+    def start(self, wait_s: float | None = None) -> None:
+        """Fill the bank, and the slots that strategies want full before the first request. What is
+        not read after `wait_s` is read while requests are served (`loading_pool`)."""
+        fill = self._fill = self._waits = BankFill(self._bank, self._geometry.keys())
+        fill.wait(wait_s)
+        with fill.paused():
+            self._measure()
+        self.loading_pool()
+
+    def _measure(self) -> None:
+        """The bank need not be full: rates do not depend on what is read."""
         self.link_rate = self._uploads.measure_link(self._geometry.keys())
         if self.prompts is not None:
             self.prompts.measure(self.pool)
@@ -90,15 +101,35 @@ class BankedExperts:
             self.pool = replace(self.pool, share=share)
         elif share is not None:
             share.close()
+
+    def loading_pool(self) -> DevicePool | None:
+        """For a step while the bank is filled: each layer waits for what it uses. None: the bank
+        is full, and strategies decide from now on."""
+        if self._fill is None:
+            return None
+        if not self._fill.is_complete:
+            return replace(self.pool, share=None, loading=self._fill)
+        self._fill.close()
+        self._fill = None
         for strategy in dict.fromkeys(self._parts.strategies.values()):
             self._uploads.start(strategy.start())
         self._publish()
-        return count
+        return None
+
+    @property
+    def fill(self) -> BankFill | None:
+        """What is still filled."""
+        return self._fill
+
+    def wait_loaded(self) -> None:
+        if self._fill is not None:
+            self._fill.wait()
+            self.loading_pool()
 
     def prompt_pool(self, rows: int) -> DevicePool | None:
         """For a step of so many rows, of which some are of a prompt: copies begin now. None: its
         kernels read what is missing from the bank, as in any step."""
-        if self.prompts is None:
+        if self.prompts is None or self._fill is not None:
             return None
         self._end_prompt()
         found = self.prompts.pool(self.pool, rows, self._free_loads, self._uploads.near_read)
@@ -114,6 +145,7 @@ class BankedExperts:
 
     def finish(self) -> None:
         """Slots have what the strategies want."""
+        self.wait_loaded()
         self.decide()
         self._end_prompt()
         self.move((), most_waited=self._geometry.total)
@@ -136,6 +168,8 @@ class BankedExperts:
         many experts take long to decide about, not before `decide`. Returns how many strategies
         exchanged because of a higher score since the last call."""
         self._count(found, demands, seconds)
+        if self._fill is not None:
+            return 0
         if self.pool.share is not None:
             self.pool.share.follow()
         self._publish()
@@ -245,13 +279,24 @@ class BankedExperts:
             crossed, part = crossed | found.copied, 0.0
         moved = (crossed.sum(axis=1) * self._record_bytes * (1 - part)).astype(np.int64)
         each, whole = seconds / len(hits), UsageTally()
+        # the step was enqueued layer by layer: what it waited for is not in its seconds
+        waited, late = ({}, {}) if self._waits is None else self._waits.take_waits()
+        self._waits = self._fill
+        for_cpu = 0.0
+        if self.pool.share is not None:
+            for_cpu = self.pool.share.take_wait_s() / len(hits)
         for row, layer in enumerate(self._geometry.layers):
             tally = UsageTally()
             tally.device_hits, tally.device_misses = int(hits[row]), int(misses[row])
-            tally.host_hits, tally.moved_bytes = int(misses[row]), int(moved[row])
+            tally.host_misses, tally.disk_s = late.get(layer, 0), waited.get(layer, 0.0)
+            tally.host_hits = int(misses[row]) - tally.host_misses
+            tally.read_bytes = tally.host_misses * int(self._record_bytes[row])
+            tally.moved_bytes = int(moved[row])
             tally.io_s = float(moved[row]) / self.link_rate
-            tally.stall_s = min(each, tally.io_s)
-            tally.compute_s = each - tally.stall_s
+            stall_s = min(each, tally.io_s)
+            tally.cpu_s = min(each - stall_s, for_cpu)
+            tally.compute_s = each - stall_s - tally.cpu_s
+            tally.stall_s = stall_s + tally.cpu_s + tally.disk_s
             self._telemetry.add(layer, tally)
             if demands.by_sequence is not None:
                 whole.add(tally)
@@ -267,6 +312,8 @@ class BankedExperts:
             trace.record(demand)
 
     def close(self) -> None:
+        if self._fill is not None:
+            self._fill.close()
         self._uploads.close()
         if self.pool.share is not None:
             self.pool.share.close()

@@ -111,7 +111,7 @@ class CpuShare:
         # whether that table gives the CPU anything, and the steps since the last rates
         self._gives, self._quiet = False, 0
         self._taken: dict[tuple[int, ...], Tensor] = {}
-        self._sums = [0] * len(self._bell.sums)
+        self._sums, self._waited_ns = [0] * len(self._bell.sums), 0
         self._counts = self._coordinator.counts()
         # of the bytes of missing experts, the CPU's part in the last steps
         self.part = 0.0
@@ -240,6 +240,11 @@ class CpuShare:
             table = table.pin_memory()
         self.state.table.copy_(table, non_blocking=True)
         self._sent = self.rates
+
+    def take_wait_s(self) -> float:
+        """Seconds that the device waited for the CPU in steps since the last call."""
+        before, self._waited_ns = self._waited_ns, self._bell.sums.tolist()[2]
+        return max(0.0, (self._waited_ns - before) / 1e9)
 
     def report(self) -> Mapping[str, Any]:
         counts = self._coordinator.counts()

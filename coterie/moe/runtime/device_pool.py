@@ -22,6 +22,7 @@ from coterie.kernels.device_record import UNIT_BYTES, DeviceRecord
 if TYPE_CHECKING:
     from coterie.kernels.cpu.expert_mlp import RecordTable
     from coterie.kernels.expert_layout import ExpertLayout
+    from coterie.moe.runtime.bank_fill import BankFill
     from coterie.moe.runtime.cpu_share import CpuShare
     from coterie.moe.runtime.host_bank import HostBank
     from coterie.moe.runtime.layer_stream import LayerStream
@@ -62,14 +63,20 @@ class DevicePool:
     share: CpuShare | None = None
     # copies what is in no slot, layer by layer, while the step runs
     stream: LayerStream | None = None
+    # the bank is not yet full: layers wait for what they use
+    loading: BankFill | None = None
 
     @property
     def is_whole(self) -> bool:
         """Whether every expert is on the device."""
         return self.slot_bytes is not None
 
-    def layer(self, row: int) -> AbstractContextManager[None]:
-        """What is enqueued inside reads the experts of the layer with experts number `row`."""
+    def layer(self, row: int, ids: Tensor | None = None) -> AbstractContextManager[None]:
+        """What is enqueued inside reads the experts `ids` (None: any) of the layer with experts
+        number `row`."""
+        if self.loading is not None:
+            used = range(self.places.shape[1]) if ids is None else set(ids.reshape(-1).tolist())
+            self.loading.need(tuple(self.records)[row], sorted(used))
         return nullcontext() if self.stream is None else self.stream.layer(row)
 
 

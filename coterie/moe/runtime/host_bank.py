@@ -1,7 +1,7 @@
 """All experts in RAM as a CUDA device's kernels read them: pinned and mapped, one after another.
 
 The device reads a record here over the link exactly as it reads one in its own memory (layout:
-`device_record`). Filled once at start; nothing changes it afterwards.
+`device_record`). Filled once (`bank_fill`); nothing changes it afterwards.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import ctypes
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from coterie.kernels.device_record import UNIT_BYTES, arrange, device_record
+from coterie.moe.runtime.bank_fill import BankFill
 from coterie.moe.runtime.tiers import MemoryArena
 
 if TYPE_CHECKING:
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# reads at one time, while the bank is filled
-_READERS = 8
+
+class BankPlacer(Protocol):
+    def __call__(self, key: Key) -> int: ...
+    def close(self) -> None: ...
 
 
 def has_device_records(store: ExpertStore) -> bool:
@@ -54,7 +56,7 @@ class HostBank:
             count += len(present)
         started = time.perf_counter()
         self._arena = MemoryArena(self.nbytes, pinned=device.type == "cuda")
-        self._pin_s = time.perf_counter() - started
+        _log.info("%d bytes pinned in %.1f s", self.nbytes, time.perf_counter() - started)
         self.memory = self._arena.view(0, self.nbytes)
 
     def offset(self, layer: int, expert: int) -> int:
@@ -78,19 +80,19 @@ class HostBank:
             return self.memory.data_ptr()
         return _device_address(self.memory.data_ptr()) if self._arena.pinned else None
 
+    def placer(self) -> BankPlacer:
+        """Reads an expert of the store, arranges it, and writes it to its place; any thread may
+        call it. Returns the bytes read."""
+        return _CudaPlacer(self) if self.device.type == "cuda" else _HostPlacer(self)
+
     def fill(self) -> int:
         """Read and arrange all experts. Returns the bytes read."""
-        keys, started = self._store.geometry.keys(), time.perf_counter()
-        place = _CudaPlacer(self) if self.device.type == "cuda" else _HostPlacer(self)
-        with ThreadPoolExecutor(_READERS, "experts-fill") as readers:
-            try:
-                count = sum(readers.map(place, keys))
-            finally:
-                readers.shutdown(cancel_futures=True)
-                place.close()
-        spent = self._pin_s, time.perf_counter() - started
-        _log.info("%d experts in RAM: %.1f s to pin, %.1f s to read", len(keys), *spent)
-        return count
+        fill = BankFill(self, self._store.geometry.keys())
+        try:
+            fill.wait()
+        finally:
+            fill.close()
+        return fill.read_bytes
 
     def close(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)

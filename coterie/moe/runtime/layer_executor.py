@@ -159,7 +159,7 @@ class DeviceSide:
             else:
                 begin = time.perf_counter()
                 load = self._done.get()
-                self._job.tally.waited(begin)
+                self._job.tally.waited(begin, disk=not load.host_hit)
                 self._take(load)
             self._collect()
 
@@ -288,7 +288,7 @@ class _HostLayerRun:
     def _await(self) -> None:
         begin = time.perf_counter()
         load = self._done.get()
-        self._job.tally.waited(begin)
+        self._job.tally.waited(begin, disk=True)
         self._take(load)
 
     def _collect(self) -> None:
@@ -376,7 +376,8 @@ class LayerJob:
         work = self.worked["device"] + self.worked["host"]
         self.tally.compute_s += sum(end - begin for begin, end in work)
         if tally.waits:
-            self.tally.stall_s += seconds_outside(tally.waits, work)
+            tally.stall_s += seconds_outside(tally.waits, work)
+            tally.disk_s += seconds_outside(tally.disk_waits, work)
 
     def spans(self, begin: float, end: float) -> list[LayerSpan]:
         named = [(what, at) for what, times in self.worked.items() for at in times]

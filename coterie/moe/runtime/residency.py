@@ -22,7 +22,7 @@ def residency(runtime: ExpertRuntime) -> MoeResidency | None:
     rows: list[str] = []
     rates: list[float] = []
     for layer in geometry.layers:
-        in_ram = None if parts.bank is not None else parts.host.ready(layer)
+        in_ram = runtime.in_ram(layer)
         present = frozenset(geometry.present(layer))
         for expert in range(geometry.num_experts):
             key = layer, expert
@@ -31,7 +31,7 @@ def residency(runtime: ExpertRuntime) -> MoeResidency | None:
             elif key in device:
                 rows.append(PINNED if key in pinned else ON_DEVICE)
             else:
-                rows.append(IN_RAM if in_ram is None or expert in in_ram else ON_DISK)
+                rows.append(IN_RAM if expert in in_ram else ON_DISK)
         counted = runtime.telemetry.layers[layer]
         hits = counted.device_hits + counted.prefetch_hits
         demands = hits + counted.device_misses + counted.host_runs

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 # where RAM has room for all experts: after this many tokens, the unused ones are read too
 FILL_AFTER = 32
+# the first request waits no longer for experts that it may not use
+START_S = 2.0
 
 
 class ExpertRuntime:
@@ -88,17 +90,25 @@ class ExpertRuntime:
         self._background_fill = BackgroundFill(self._transfer, self.telemetry)
         self._out = self._out_view = torch.empty(0)
         self._layer: int | None = None
+        # of the start, still running: they belong to no request
+        self._start_loads: set[ExpertLoad] = set()
         self._closed = False
 
     def start(self) -> None:
-        """Load what strategies need before the first request."""
+        """Load what strategies need before the first request, but for no longer than START_S: the
+        rest is loaded while requests are served, and a step waits for what it uses."""
         if self._banked is not None:
-            self._banked.start()
+            self._banked.start(START_S)
             return
         for strategy in dict.fromkeys(self.parts.strategies.values()):
             for key, slot in strategy.start():
-                self._transfer.start(key, slot, None)
-        self._finish_loads()
+                self._transfer.start(key, slot, None, urgent=False)
+        if self._slots.num_slots < self.geometry.total and not self._device.shared:
+            self._start_loads = self._transfer.wait(START_S)
+        if self._transfer.failed:
+            self._transfer.call_off()
+        if not self._start_loads:
+            self._finish_loads()
         self.telemetry.end_step()  # these loads belong to no request
 
     def run(self, step: ExpertStep) -> Tensor:
@@ -154,6 +164,24 @@ class ExpertRuntime:
             return self._banked.pool
         recording = self.trace is not None or self.spans is not None
         return None if recording else self._resident_finder.find_pool()
+
+    def loading_pool(self) -> DevicePool | None:
+        """The same while experts are still read for the first time."""
+        return None if self._banked is None else self._banked.loading_pool()
+
+    def wait_loaded(self) -> None:
+        """Wait for all that is loaded at start."""
+        if self._banked is not None:
+            self._banked.wait_loaded()
+        else:
+            self._finish_loads()
+
+    def in_ram(self, layer: int) -> frozenset[int]:
+        """The experts of a layer that are in RAM."""
+        if self._banked is None:
+            return self._host.ready(layer)
+        here, fill = self.geometry.present(layer), self._banked.fill
+        return frozenset(e for e in here if fill is None or fill.holds((layer, e)))
 
     def prompt_pool(self, rows: int) -> DevicePool | None:
         """The same for a step of so many rows, of which some are of a prompt, if what is missing is
@@ -270,6 +298,8 @@ class ExpertRuntime:
         self._tokens += 1
         if self._tokens == FILL_AFTER and self._host.complete:
             self._background_fill.start(iter(self.geometry.keys()), self._device_only)
+        if self.loading_pool() is not None:
+            return 0, 0
         for strategy in dict.fromkeys(self.parts.strategies.values()):
             made = strategy.updates
             loads = strategy.update()
@@ -319,6 +349,7 @@ class ExpertRuntime:
         if self._closed:
             return
         self._closed = True
+        self._transfer.call_off()
         for load in self._transfer.settle():
             self._device.vacate(load.slot or 0)
         self.executor.close()
@@ -337,17 +368,21 @@ class ExpertRuntime:
         return self._slots.num_slots >= self.geometry.total or self._slots.is_pinned(key)
 
     def _count_load(self, load: ExpertLoad, tally: LayerTally | None) -> None:
+        at_start = load in self._start_loads
+        self._start_loads.discard(load)
         if load.error is not None:
             return
         counted: UsageTally = UsageTally()
         if tally is not None and load.key[0] == self._layer:
             counted = tally
+        elif at_start:
+            counted = self.telemetry.layers[load.key[0]]
         counted.host_hits += load.host_hit
         counted.host_misses += not load.host_hit
         counted.moved_bytes += load.moved_bytes
         counted.read_bytes += load.read_bytes
         counted.io_s += load.done_s - load.started_s
-        if counted is not tally:
+        if counted is not tally and not at_start:
             self.telemetry.add(load.key[0], counted)
 
     def _finish_loads(self) -> None:
@@ -358,6 +393,7 @@ class ExpertRuntime:
 
     def _reconcile(self) -> None:
         """Forget experts whose bytes were not loaded, so that slots and tiers agree again."""
+        self._transfer.call_off()
         for load in self._transfer.settle():
             if load.slot is not None:
                 self._device.vacate(load.slot)

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,10 +33,14 @@ if TYPE_CHECKING:
 # fewer
 DEPTH, _FLIGHT_BYTES = 8, 8 << 20
 _FEWEST = 4
+# where a device computes: a thread that read an expert waits for its checksum and its copy too
+_CUDA_DEPTH, _CUDA_STAGING = 16, 128 << 20
 
 
-def depth_for(record_bytes: int) -> int:
-    """Each additional thread takes time from the computation."""
+def depth_for(record_bytes: int, cuda: bool = False) -> int:
+    """On a CPU each additional thread takes time from the computation."""
+    if cuda:
+        return max(DEPTH, min(_CUDA_DEPTH, _CUDA_STAGING // max(1, record_bytes)))
     return max(_FEWEST, min(DEPTH, _FLIGHT_BYTES // max(1, record_bytes)))
 
 
@@ -46,7 +50,7 @@ class TierTransfer:
 
     def __init__(self, store: ExpertStore, host: HostTier, device: DeviceTier) -> None:
         self._store, self._host, self._device = store, host, device
-        depth = depth_for(store.slot_bytes)
+        depth = depth_for(store.slot_bytes, device.device.type == "cuda")
         self._copies: CudaCopies | None = None
         if device.device.type == "cuda" and device.num_slots:
             self._copies = CudaCopies(device.device, depth, store.slot_bytes)
@@ -74,7 +78,7 @@ class TierTransfer:
                 old.settle()
             self.retire(old, tally)
             if tally is not None:
-                tally.waited(begin)
+                tally.waited(begin, disk=not old.host_hit)
         load = ExpertLoad(key, slot)
         device.begin(key, slot)
         device.pending[slot] = load
@@ -112,6 +116,30 @@ class TierTransfer:
         """Count loads that have ended without anybody waiting for them."""
         for load in list(self._device.pending.values()):
             if load.done:
+                self.retire(load, None)
+
+    def wait(self, seconds: float) -> set[ExpertLoad]:
+        """Wait for the loads that were started, at most so long. Returns those that still run;
+        none if one failed."""
+        deadline, done = time.perf_counter() + seconds, SimpleQueue[ExpertLoad]()
+        running = set(self._device.pending.values())
+        for load in running:
+            load.notify(done)
+        while running:
+            try:
+                load = done.get(timeout=max(0.0, deadline - time.perf_counter()))
+            except Empty:
+                break
+            if load.error is not None:
+                return set()
+            running.discard(load)
+        self.sweep()
+        return running
+
+    def call_off(self) -> None:
+        """Drop the loads that nobody waits for and that have not begun."""
+        for load in list(self._device.pending.values()):
+            if self._cancel(load):
                 self.retire(load, None)
 
     def settle(self) -> list[ExpertLoad]:

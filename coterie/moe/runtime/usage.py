@@ -30,7 +30,7 @@ class UsageTally:
     # class attributes until they are counted: one of these is made per layer of every token
     device_hits = prefetch_hits = device_misses = host_runs = 0
     host_hits = host_misses = moved_bytes = read_bytes = 0
-    routing_s = lookup_s = io_s = compute_s = stall_s = 0.0
+    routing_s = lookup_s = io_s = compute_s = stall_s = disk_s = cpu_s = 0.0
 
     def add(self, other: UsageTally) -> None:
         # written out: this runs twice per layer of every token
@@ -47,6 +47,8 @@ class UsageTally:
         self.io_s += other.io_s
         self.compute_s += other.compute_s
         self.stall_s += other.stall_s
+        self.disk_s += other.disk_s
+        self.cpu_s += other.cpu_s
 
     def usage(self, layers: tuple[LayerHits, ...]) -> MoeUsage:
         return MoeUsage(**{name: getattr(self, name) for name in FIELDS}, layers=layers)
@@ -60,9 +62,14 @@ class LayerTally(UsageTally):
 
     def __init__(self) -> None:
         self.waits: list[tuple[float, float]] = []
+        # those of `waits` that were for the disk
+        self.disk_waits: list[tuple[float, float]] = []
 
-    def waited(self, begin: float) -> None:
-        self.waits.append((begin, time.perf_counter()))
+    def waited(self, begin: float, *, disk: bool) -> None:
+        wait = begin, time.perf_counter()
+        self.waits.append(wait)
+        if disk:
+            self.disk_waits.append(wait)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +178,8 @@ class UsageTelemetry:
             own.moved_bytes += int(costs.moved_bytes * part)
             own.io_s += costs.io_s * part
             own.stall_s += costs.stall_s * part
+            own.disk_s += costs.disk_s * part
+            own.cpu_s += costs.cpu_s * part
             own.compute_s += costs.compute_s * demands / asked
 
     def _add_sequences(self, sequences: int) -> None:
@@ -200,6 +209,7 @@ class UsageTelemetry:
                 setattr(own, name, getattr(own, name) + round(getattr(tally, name) * part))
             own.io_s += tally.io_s * part
             own.stall_s += tally.stall_s * part
+            own.disk_s += tally.disk_s * part
             own.lookup_s += tally.lookup_s * work
             own.compute_s += tally.compute_s * work
 
