@@ -21,7 +21,8 @@ from coterie.kernels.batch import AttentionBatch
 from coterie.models.base import kv_bytes_per_token, load_model, read_spec, stored_dtype
 from coterie.models.build.moe import open_moe_store
 from coterie.moe.planner import machine as machine_file
-from coterie.moe.planner.machine import BackboneTimes, CostCurve
+from coterie.moe.planner.cost_curve import CostCurve
+from coterie.moe.planner.machine import BackboneTimes
 from coterie.moe.planner.measure import (
     ComputeTarget,
     SyntheticResidents,

@@ -26,8 +26,8 @@ from coterie.kernels.cpu.expert_mlp import RecordTable, run_experts
 from coterie.kernels.cpu.expert_record import pack_record
 from coterie.kernels.expert_layout import ExpertLayout, matrix_bytes
 from coterie.moe.planner import machine as machine_file
+from coterie.moe.planner.cost_curve import CostCurve
 from coterie.moe.planner.machine import (
-    CostCurve,
     Machine,
     MachineIdentity,
     RecordProfile,
