@@ -130,23 +130,22 @@ def test_copies_beside_a_step_take_the_link_from_reads() -> None:
         ([1, 1, 1], [10, 1, 1], 13),
     ],
 )
-def test_two_buffers_take_turns(
-    copies: list[float], computes: list[float], seconds: float
-) -> None:
+def test_two_buffers_take_turns(copies: list[float], computes: list[float], seconds: float) -> None:
     assert streamed_s(copies, computes) == pytest.approx(seconds)
 
 
 def test_missing_experts_follow_from_measured_steps() -> None:
-    curve = missing_by_steps(1e-3, [(4.0, 4e-3), (8.0, 6e-3)])
-    assert [curve.at(n) for n in (1, 4, 6, 8, 12)] == pytest.approx(
-        [1.5e-3, 3e-3, 4e-3, 5e-3, 7e-3]
+    curve = missing_by_steps([(8.0, 5e-3), (4.0, 3e-3), (50.0, 47e-3)])
+    assert [curve.at(n) for n in (1, 4, 6, 8, 29, 51)] == pytest.approx(
+        [1.5e-3, 3e-3, 4e-3, 5e-3, 26e-3, 48e-3]
     )
-    # a disturbed measurement: more of them took less time
-    odd = missing_by_steps(1e-3, [(4.0, 4e-3), (8.0, 3e-3)])
-    assert min(odd.seconds) > 0 and odd.at(1) <= odd.at(4)
+    # a disturbed measurement: more of them took less time, or nothing at all
+    odd = missing_by_steps([(4.0, 3e-3), (8.0, 2e-3)])
+    assert odd.at(1) > 0 and odd.at(1) <= odd.at(4) <= odd.at(8)
     # one point alone
-    alone = missing_by_steps(0.0, [(8.0, 8e-3)])
-    assert alone.at(8) == pytest.approx(8e-3) and alone.at(4) < alone.at(8)
+    alone = missing_by_steps([(8.0, 8e-3)])
+    assert alone.at(8) == pytest.approx(8e-3) and alone.at(4) == pytest.approx(4e-3)
+    assert missing_by_steps([(0.5, 1e-3)]).at(1) == 1e-3
 
 
 def test_rates_alone_give_a_cost_too() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from coterie.moe.planner.cost_curve import CostCurve
 from coterie.moe.planner.machine import BackboneTimes, Machine, RecordProfile, TransferCost
 from coterie.moe.planner.plan import (
     QUICK,
@@ -61,8 +60,10 @@ class _Adviser:
     """Plans the same again with something changed."""
 
     def __init__(self, case: PlanCase, division: MemoryDivision, row: PlanRow) -> None:
-        self.case, self.division, self.row = case.quick(QUICK), division, row
-        self.now = self._tokens_s(self.case, division)
+        self.case, self.division, self.row = case, division, row
+        # to compare parts of the machine, a part of the workload is enough
+        self._short = case.quick(QUICK)
+        self.now = self._tokens_s(self._short, division)
 
     def _tokens_s(
         self, case: PlanCase, division: MemoryDivision, names: tuple[str, ...] = ()
@@ -70,18 +71,14 @@ class _Adviser:
         made = [forecast_row(case, division, name) for name in (self.row.strategy, *names)]
         return max((each.decode_tokens_s for each in made if each is not None), default=0.0)
 
-    def _told(self, tokens_s: float) -> float:
-        """As it would be in the whole plan."""
-        return self.row.decode_tokens_s * tokens_s / self.now
-
     def bottleneck(self) -> tuple[str, float]:
         """The part that gives most if it is twice as fast, and what it gives."""
         found = [
-            SpeedGain(name, self._tokens_s(replace(self.case, **changed), self.division))
-            for name, changed in _faster_parts(self.case)
+            SpeedGain(name, self._tokens_s(_changed(self._short, changed), self.division))
+            for name, changed in _faster_parts(self._short)
         ]
         best = max(found, key=lambda each: each.tokens_s)
-        return best.text, self._told(best.tokens_s)
+        return best.text, self.row.decode_tokens_s * best.tokens_s / self.now
 
     def changes(self) -> Iterator[SpeedGain]:
         yield from self._more_ram()
@@ -99,15 +96,15 @@ class _Adviser:
         settings = replace(self.division.settings, host_budget="100%")
         if needs.one_memory and not settings.cache_capacity:
             settings = replace(settings, device_budget=settings.device_budget or "0%")
-        free = {"free_host_bytes": max(room, needs.free_host_bytes)}
-        if needs.one_memory:
-            free["free_device_bytes"] = free["free_host_bytes"]
-        division = MemoryDivision(settings, replace(needs, **free))
+        free = max(room, needs.free_host_bytes)
+        on_device = free if needs.one_memory else needs.free_device_bytes
+        needs = replace(needs, free_host_bytes=free, free_device_bytes=on_device)
+        division = MemoryDivision(settings, needs)
         gain = self._tokens_s(self.case, division, ("cpu_only", "adaptive"))
         more = sizes.expert_bytes - row.host_bytes
         if needs.one_memory:
             more = max(row.disk_bytes, more - row.device_bytes)
-        yield SpeedGain(f"{_size(more)} more RAM for experts", self._told(gain))
+        yield SpeedGain(f"{_size(more)} more RAM for experts", gain)
 
     def _more_device_memory(self) -> Iterator[SpeedGain]:
         """The smallest larger share that is clearly faster."""
@@ -121,7 +118,7 @@ class _Adviser:
                 continue
             settings = replace(self.division.settings, device_budget=f"{share}%", cache_capacity=0)
             division = replace(self.division, settings=settings)
-            gain = self._told(self._tokens_s(self.case, division, ("adaptive",)))
+            gain = self._tokens_s(self.case, division, ("adaptive",))
             more = (slots - row.device_slots) * sizes.slot_bytes
             what = "all experts" if share == 100 else f"{share}% of the experts"
             best = SpeedGain(f"{_size(more)} more device memory, which holds {what},", gain)
@@ -136,7 +133,7 @@ class _Adviser:
         if now is None or case.model.kind == "int4":
             return
         smaller = with_smaller_experts(case, "int4", _WEIGHT_BYTES["int4"] / now)
-        yield SpeedGain("int4 experts", self._told(self._tokens_s(smaller, self.division)))
+        yield SpeedGain("int4 experts", self._tokens_s(smaller, self.division))
 
 
 def with_smaller_experts(case: PlanCase, kind: str, share: float) -> PlanCase:
@@ -153,8 +150,8 @@ def with_smaller_experts(case: PlanCase, kind: str, share: float) -> PlanCase:
             record_bytes=int(profile.record_bytes * share),
             read=_move(profile.read, share),
             link=_move(profile.link, share),
-            host=_times(profile.host, share),
-            device=_times(profile.device, share),
+            host=profile.host.scaled(share),
+            device=profile.device.scaled(share),
         ),
     )
     if name in machine.device_paths:
@@ -163,8 +160,22 @@ def with_smaller_experts(case: PlanCase, kind: str, share: float) -> PlanCase:
     return replace(case, model=replace(case.model, sizes=smaller, kind=kind), machine=machine)
 
 
-def _faster_parts(case: PlanCase) -> Iterator[tuple[str, dict[str, object]]]:
-    """(part of the machine, what of the case changes if it is twice as fast)."""
+@dataclass(frozen=True, slots=True)
+class FasterMachine:
+    machine: Machine
+    # as in the case, or faster too
+    backbone: BackboneTimes | None = None
+
+
+def _changed(case: PlanCase, faster: FasterMachine) -> PlanCase:
+    model = case.model
+    if faster.backbone is not None:
+        model = replace(model, backbone=faster.backbone)
+    return replace(case, machine=faster.machine, model=model)
+
+
+def _faster_parts(case: PlanCase) -> Iterator[tuple[str, FasterMachine]]:
+    """(part of the machine, the machine if that is twice as fast)."""
     machine, name = case.machine, case.profile
     profile, path = machine.profiles[name], machine.device_paths.get(name)
 
@@ -175,29 +186,24 @@ def _faster_parts(case: PlanCase) -> Iterator[tuple[str, dict[str, object]]]:
         return made
 
     times = backbone_times(case.model, machine)
-    half = BackboneTimes(_times(times.walk, 0.5), times.express and _times(times.express, 0.5))
-    backbone = replace(case.model, backbone=half)
-    yield "the disk", {"machine": changed(replace(profile, read=_move(profile.read, 0.5)))}
-    host = replace(profile, host=_times(profile.host, 0.5), host_call_s=profile.host_call_s / 2)
+    half = BackboneTimes(times.walk.scaled(0.5), times.express and times.express.scaled(0.5))
+    yield "the disk", FasterMachine(changed(replace(profile, read=_move(profile.read, 0.5))))
+    host = replace(profile, host=profile.host.scaled(0.5), host_call_s=profile.host_call_s / 2)
     device = replace(
-        profile, device=_times(profile.device, 0.5), device_call_s=profile.device_call_s / 2
+        profile, device=profile.device.scaled(0.5), device_call_s=profile.device_call_s / 2
     )
     if not machine.is_cuda:
         both = replace(host, device=device.device, device_call_s=device.device_call_s)
-        yield "the CPU with its RAM", {"machine": changed(both), "model": backbone}
+        yield "the CPU with its RAM", FasterMachine(changed(both), half)
         return
     link = replace(profile, link=_move(profile.link, 0.5))
-    yield "the link between RAM and GPU", {"machine": changed(link, link=2.0)}
-    yield "the CPU with its RAM", {"machine": changed(host, cpu=2.0)}
-    yield "the GPU itself", {"machine": changed(device, device=2.0), "model": backbone}
+    yield "the link between RAM and GPU", FasterMachine(changed(link, link=2.0))
+    yield "the CPU with its RAM", FasterMachine(changed(host, cpu=2.0))
+    yield "the GPU itself", FasterMachine(changed(device, device=2.0), half)
 
 
 def _move(cost: TransferCost, share: float) -> TransferCost:
     return TransferCost(cost.each_s * share, cost.alone_s * share, cost.core_s * share)
-
-
-def _times(curve: CostCurve, share: float) -> CostCurve:
-    return CostCurve(curve.rows, tuple(seconds * share for seconds in curve.seconds))
 
 
 def _size(nbytes: float) -> str:

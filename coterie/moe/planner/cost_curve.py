@@ -14,6 +14,10 @@ class CostCurve:
     rows: tuple[float, ...]
     seconds: tuple[float, ...]
 
+    def scaled(self, factor: float) -> CostCurve:
+        """So many times the seconds."""
+        return CostCurve(self.rows, tuple(seconds * factor for seconds in self.seconds))
+
     def at(self, rows: float) -> float:
         if rows <= self.rows[0] or len(self.rows) == 1:
             return self.seconds[0]

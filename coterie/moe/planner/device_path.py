@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from coterie.moe.planner.cost_curve import CostCurve
@@ -46,36 +47,28 @@ class DevicePath:
         """Of the bytes of missing experts, those that cross the link while a step decodes."""
         return self.read_bytes_s / (self.read_bytes_s + self.cpu_bytes_s)
 
-    def scaled(self, part: float) -> DevicePath:
-        """The same with another `rest_s`, for a part of the layers."""
+    def thinned(self, part: float) -> DevicePath:
+        """For one layer in `part`: as much less of what is in no layer."""
         return replace(self, rest_s=self.rest_s / part)
 
     def smaller(self, kind: str, share: float) -> DevicePath:
         """About the same with records of `share` of the bytes; only what is bound by bytes
         changes."""
-        missing = CostCurve(self.missing.rows, tuple(s * share for s in self.missing.seconds))
-        size = int(self.record_bytes * share)
+        size, missing = int(self.record_bytes * share), self.missing.scaled(share)
         return replace(self, kind=kind, record_bytes=size, missing=missing)
 
     def faster(self, link: float = 1.0, cpu: float = 1.0, device: float = 1.0) -> DevicePath:
         """As if these were so many times as fast."""
         rate = self.link_part * link + (1 - self.link_part) * cpu
-        missing = CostCurve(self.missing.rows, tuple(s / rate for s in self.missing.seconds))
-        layers = {
-            name: CostCurve(curve.rows, tuple(s / device for s in curve.seconds))
-            for name, curve in (
-                ("decode_layer", self.decode_layer),
-                ("prompt_layer", self.prompt_layer),
-            )
-        }
         return replace(
             self,
             copy_bytes_s=self.copy_bytes_s * link,
             read_bytes_s=self.read_bytes_s * link,
             cpu_bytes_s=self.cpu_bytes_s * cpu,
+            decode_layer=self.decode_layer.scaled(1 / device),
+            prompt_layer=self.prompt_layer.scaled(1 / device),
             rest_s=self.rest_s / device,
-            missing=missing,
-            **layers,
+            missing=self.missing.scaled(1 / rate),
         )
 
     def missing_s(self, rows: int, count: float, top_k: int) -> float:
@@ -140,22 +133,20 @@ def missing_by_rates(record_bytes: int, read_bytes_s: float, cpu_bytes_s: float)
     return CostCurve((1, 2), (JOINT_S + each, JOINT_S + 2 * each))
 
 
-def missing_by_steps(layer_s: float, points: Sequence[tuple[float, float]]) -> CostCurve:
-    """From measured steps: `layer_s` of a layer that misses nothing, and (missing experts of a
-    layer, seconds of that layer). The line through the points goes on to one expert."""
-    extra = sorted((count, max(0.0, seconds - layer_s)) for count, seconds in points if count > 0)
-    (few, few_s), (many, many_s) = extra[0], extra[-1]
-    each = many_s / many if many - few < 0.5 else max(0.0, many_s - few_s) / (many - few)
-    # a disturbed measurement must not make one expert free
-    one_s = max(few_s - each * (few - 1), few_s / few * 0.5)
-    if few <= 1:
-        extra[0] = (1.0, few_s)
-        return CostCurve(*_columns(extra))
-    return CostCurve(*_columns([(1.0, one_s), *extra]))
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    return tuple(count for count, _ in points), tuple(seconds for _, seconds in points)
+def missing_by_steps(points: Sequence[tuple[float, float]]) -> CostCurve:
+    """From measured steps: (missing experts of a layer, seconds that it took more than a layer
+    that misses nothing). The line through the first two goes on to one expert. A disturbed
+    measurement must neither make an expert free nor more of them faster."""
+    found = sorted((count, max(0.0, extra_s)) for count, extra_s in points if count > 0)
+    most = list(accumulate((extra_s for _, extra_s in found), max))
+    counts = [count for count, _ in found]
+    few, few_s = counts[0], most[0]
+    if few > 1:
+        apart = len(found) > 1 and counts[1] - few >= 0.5
+        each = (most[1] - few_s) / (counts[1] - few) if apart else few_s / few
+        counts.insert(0, 1.0)
+        most.insert(0, max(few_s - each * (few - 1), few_s / few * 0.5))
+    return CostCurve(tuple(counts), tuple(most))
 
 
 def path_from_json(data: Mapping[str, Any]) -> DevicePath:

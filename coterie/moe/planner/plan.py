@@ -192,7 +192,9 @@ class PlanCase:
         costs = CostModel(machine, profile, tiers.host > 0, tiers.shared)
         least_s = model.backbone_bytes / machine.device_bytes_s
         times = backbone_times(model, machine)
-        times = BackboneTimes(_part(times.walk, part), times.express and _part(times.express, part))
+        times = BackboneTimes(
+            times.walk.scaled(1 / part), times.express and times.express.scaled(1 / part)
+        )
         slots = TierSlots(self._slots(tiers.device), self._slots(tiers.host), tiers.shared)
         device = self._device(tiers, slots, in_place, streams)
         return SimulationSetup(self.load.geometry, slots, costs, times, least_s / part, device)
@@ -206,7 +208,7 @@ class PlanCase:
             return None
         return DeviceSetup(
             self.load.geometry,
-            path.scaled(self.every),
+            path.thinned(self.every),
             slots.device,
             machine.profiles[self.profile].costs().with_host(1.0),
             machine.device_bytes_s,
@@ -284,6 +286,21 @@ def choose(case: PlanCase, divided: Sequence[MemoryDivision]) -> PlanChoice:
     )
 
 
+def choose_in_place(case: PlanCase, division: MemoryDivision) -> str:
+    """The strategy where a GPU's kernels read from RAM what has no slot: adaptive, unless another
+    one is clearly faster at decoding and no slower at prompts."""
+    short = case.quick(QUICK)
+    made = [row for name in STRATEGIES if (row := forecast_row(short, division, name)) is not None]
+    usual = next((row for row in made if row.strategy == "adaptive"), None)
+    if usual is None:
+        return "adaptive"
+    floor = usual.prefill_tokens_s * (1 - SAME)
+    able = [row for row in made if row.prefill_tokens_s >= floor and not row.falls_back]
+    best = max(able, key=lambda row: row.decode_tokens_s, default=usual)
+    clearly = best.decode_tokens_s > usual.decode_tokens_s * (1 + SAME)
+    return best.strategy if clearly else usual.strategy
+
+
 def pick(rows: Iterable[PlanRow]) -> PlanChoice:
     """Prefill first; then decode, among the rows whose prefill is as fast."""
     real = [row for row in rows if row.strategy != BELADY]
@@ -330,10 +347,6 @@ def _reason(best: PlanRow, rows: Sequence[PlanRow]) -> str:
 
 def as_json(rows: Sequence[PlanRow], choice: PlanChoice) -> dict[str, Any]:
     return {"rows": [asdict(row) for row in rows], "choice": asdict(choice)}
-
-
-def _part(curve: CostCurve, part: int) -> CostCurve:
-    return CostCurve(curve.rows, tuple(seconds / part for seconds in curve.seconds))
 
 
 def backbone_times(model: PlannedModel, machine: Machine) -> BackboneTimes:
