@@ -5,6 +5,8 @@ all that is known at the start), are measured on other texts, and have memory bu
 used for calibration. Rounds are interleaved; the median counts.
 
     python -m benchmarks.moe.planner_check MODEL [--budgets 12%,25%] [--disk lru] [--json FILE]
+    python3 -m benchmarks.moe.planner_check --gpu [--json FILE]    # 12 runs, random weights
+    python3 -m benchmarks.moe.planner_check --gpu --smoke          # tiny, on the CPU
 """
 
 from __future__ import annotations
@@ -196,6 +198,10 @@ def predict(bench: Bench, wanted: Sequence[Config], load: Workload) -> dict[Conf
 
 def main() -> None:
     args = _arguments()
+    if args.gpu:
+        from benchmarks.moe import planner_gpu
+
+        sys.exit(planner_gpu.check(args, _note))
     torch.set_num_threads(args.threads or torch.get_num_threads())
     prospect = open_plan_inputs(open_checkpoint(args.model), args.dtype, args.device)
     machine = prospect.machine(again=True, say=_note)
@@ -266,7 +272,10 @@ def _note(text: str) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Check the planner against real runs.")
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--gpu", action="store_true", help="random weights on a CUDA device")
+    parser.add_argument("--smoke", action="store_true", help="with --gpu: tiny, on the CPU")
+    parser.add_argument("--layers", type=int, default=12, help="with --gpu: of the model that runs")
     parser.add_argument("--budgets", default="12%,25%,50%", help="device budgets")
     parser.add_argument("--strategies", default="", help="a comma-separated list; default: all")
     parser.add_argument("--disk", default="", help="strategies to run with a small host tier too")
@@ -281,7 +290,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--busy", action="store_true", help="others use this machine too")
     parser.add_argument("--save", type=Path, default=Path("planner_prediction.json"))
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.model is None and not args.gpu:
+        parser.error("name a model, or --gpu")
+    return args
 
 
 if __name__ == "__main__":

@@ -32,10 +32,11 @@ examples:
   coterie plan ./model --json --save plan.json  for scripts; keeps what it says
 
 columns: memory (device + host experts), hits (decode demands met from a device
-slot), prefill and decode in predicted tok/s, of limit (what the bytes that
-must move allow at the measured rates), KV (tokens that still fit). Strategies
-within 3% of each other share a line, fastest first. The machine is measured
-once; no expert stays loaded. The flags at the end give this very plan again.
+slot), prefill and decode in predicted tok/s, limit (decode tok/s if disk, link,
+CPU and device moved the same bytes at their full rates), of it (the predicted
+share), KV (tokens that still fit). Strategies within 3% of each other share a
+line, fastest first. The machine is measured once; no expert stays loaded.
+"faster" says what to buy or to change. The flags give this very plan again.
 """
 
 
@@ -71,6 +72,7 @@ def make(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from coterie.models.plan_inputs import open_plan_inputs
+    from coterie.moe.planner.advice import advise
     from coterie.moe.planner.plan import pick, plan
     from coterie.weights.checkpoint import open_checkpoint
 
@@ -86,6 +88,8 @@ def make(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         ways = prospect.memory_divisions(_settings(args), subject.kv_bytes, reserve)
         rows = plan(case, ways)
         choice = _asked(args.strategy, case, ways, rows) or pick(rows)
+        taken = _taken(rows, choice)
+        advice = advise(case, _way(ways, taken), taken)
     finally:
         prospect.store.close()
     return {
@@ -108,7 +112,8 @@ def make(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "machine": _machine(machine, case.profile),
         "workload": load.source,
         **_answers(rows, choice),
-        "flags": _flags(args, subject, _taken(rows, choice)),
+        "advice": advice,
+        "flags": _flags(args, subject, taken),
     }
 
 
@@ -151,6 +156,13 @@ def _taken(rows: Sequence[PlanRow], choice: PlanChoice) -> PlanRow:
     return next(row for row in rows if (row.strategy, row.device_budget, row.host_budget) == wanted)
 
 
+def _way(ways: Sequence[MemoryDivision], row: PlanRow) -> MemoryDivision:
+    """The division that a row was made for."""
+    wanted = row.device_budget, row.host_budget
+    pairs = ((each, each.settings) for each in ways)
+    return next(each for each, s in pairs if (s.device_budget, s.host_budget) == wanted)
+
+
 def _flags(args: argparse.Namespace, subject: PlannedModel, row: PlanRow) -> list[str]:
     """Flags that give this plan again, and run it: those that were given, and otherwise the chosen
     shares of all experts."""
@@ -187,8 +199,13 @@ def _machine(machine: Machine, profile: str) -> dict[str, Any]:
     from coterie.moe.planner.machine import to_json
 
     document = to_json(machine)
-    used = {"profile": document["profiles"][profile], "profile_name": profile}
-    return {k: v for k, v in document.items() if k not in ("profiles", "backbones")} | used
+    used = {
+        "profile": document["profiles"][profile],
+        "profile_name": profile,
+        "device_path": document["device_paths"].get(profile),
+    }
+    others = ("profiles", "backbones", "device_paths")
+    return {k: v for k, v in document.items() if k not in others} | used
 
 
 def _settings(args: argparse.Namespace) -> MoeSettings:
@@ -220,7 +237,13 @@ def render(document: dict[str, Any]) -> str:
         (
             facts(_facts(document)),
             *(_shown(document, rows) for rows in _by_budget(document["rows"])),
-            facts([("choice", document["choice"]["reason"]), ("flags", _joined(document))]),
+            facts(
+                [
+                    ("choice", document["choice"]["reason"]),
+                    ("faster", document["advice"]),
+                    ("flags", _joined(document)),
+                ]
+            ),
         )
     )
 
@@ -235,7 +258,11 @@ def _facts(document: dict[str, Any]) -> list[tuple[str, str]]:
         f"link {record / profile['link']['each_s'] / 1e9:.1f} GB/s",
         f"expert {1e6 * profile['device']['seconds'][0]:.0f} us",
     ]
-    backbone = "measured" if model["backbone_measured"] else "estimated from its bytes"
+    if path := machine["device_path"]:
+        link, read, cpu = (path[f"{name}_bytes_s"] / 1e9 for name in ("copy", "read", "cpu"))
+        rates[2:] = [f"link {link:.1f} by copies", f"{read:.1f} by kernels", f"CPU {cpu:.1f} GB/s"]
+    measured = model["backbone_measured"] or machine["device_path"] is not None
+    backbone = "measured" if measured else "estimated from its bytes"
     graphs = model["graph_bytes"]
     return [
         ("model", f"{model['architecture']}, {model['layers']} layers, top {model['top_k']}"),
@@ -281,7 +308,7 @@ def _title(document: dict[str, Any], row: dict[str, Any]) -> str:
 
 def _table(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     chosen = document["choice"]
-    headers = ("strategy", "memory", "hits", "prefill", "decode", "of limit", "KV")
+    headers = ("strategy", "memory", "hits", "prefill", "decode", "limit", "of it", "KV")
     lines: list[tuple[str, ...]] = []
     for group in _alike(_worth_showing(rows)):
         taken = [row for row in group if _is(row, chosen)]
@@ -359,9 +386,12 @@ def _joined(document: dict[str, Any]) -> str:
 def _one_call(rows: Sequence[dict[str, Any]]) -> str:
     """The strategies that need no runtime call at every layer."""
     names = [row["strategy"] for row in rows if row["one_call"] and "+" not in row["strategy"]]
-    if not names:
-        return ""
-    return "\n" + facts([("one call", f"{', '.join(names)}: nothing moves, all layers at once")])
+    told = []
+    if names:
+        told.append(("one call", f"{', '.join(names)}: nothing moves, all layers at once"))
+    if any(row["in_place"] for row in rows):
+        told.append(("in place", "kernels read over the link what has no slot, beside the CPU"))
+    return "\n" + facts(told) if told else ""
 
 
 def _worth_showing(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -377,6 +407,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{100 * row['decode_hit_rate']:.0f}%",
         _rate(row["prefill_tokens_s"]),
         _rate(row["decode_tokens_s"]),
+        _rate(row["decode_limit_tokens_s"]),
         f"{100 * row['decode_share']:.0f}%",
         _count(row["kv_tokens"]),
     )

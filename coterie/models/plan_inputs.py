@@ -17,11 +17,14 @@ from torch import Tensor
 
 from coterie.core.errors import ConfigError
 from coterie.core.moe import MoeUsage
+from coterie.kernels.backend import best_backend
 from coterie.kernels.batch import AttentionBatch
+from coterie.models import plan_device
 from coterie.models.base import kv_bytes_per_token, load_model, read_spec, stored_dtype
 from coterie.models.build.moe import open_moe_store
 from coterie.moe.planner import machine as machine_file
-from coterie.moe.planner.machine import BackboneTimes, CostCurve
+from coterie.moe.planner.cost_curve import CostCurve
+from coterie.moe.planner.machine import BackboneTimes
 from coterie.moe.planner.measure import (
     ComputeTarget,
     SyntheticResidents,
@@ -36,6 +39,7 @@ from coterie.moe.planner.workload import (
     workload_from_trace,
 )
 from coterie.moe.runtime.budget import graph_room
+from coterie.moe.runtime.host_bank import has_device_records
 from coterie.moe.runtime.resident import count_demands
 from coterie.moe.runtime.setup import PlacementContext, needs_of, sizes_of
 
@@ -83,6 +87,7 @@ class PlanInputs:
             backbone_bytes=backbone_bytes(self.checkpoint, self.spec, self.store),
             kv_token_bytes=kv_bytes_per_token(self.spec, kept_as),
             context=min(context or self.spec.max_positions, self.spec.max_positions),
+            kind=self.store.layout(self.store.geometry.layers[0]).kinds[0],
         )
 
     def memory_divisions(
@@ -96,6 +101,8 @@ class PlanInputs:
     def machine(self, *, again: bool = False, say: Say | None = None) -> Machine:
         """Measured once, then stored; with the times of this model's backbone where measuring them
         is cheap."""
+        if self.reads_in_place:
+            return self._device_machine(again, say)
         size = backbone_bytes(self.checkpoint, self.spec, self.store)
         cheap = size <= CHEAP_BYTES
         more_s = (LEAST_S + size / LOAD_BYTES_S) if cheap else 0.0
@@ -111,6 +118,28 @@ class PlanInputs:
             return known
         say_once(f"measuring this model's attention, once, about {more_s:.0f} s")
         known = known.with_backbone(self.profile_name, self._measure_backbone(known))
+        machine_file.save(known)
+        return known
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether a GPU's kernels can read these experts, on the device or in RAM."""
+        return best_backend(self.device) == "triton" and has_device_records(self.store)
+
+    def _device_machine(self, again: bool, say: Say | None) -> Machine:
+        """The same for a GPU; the first layers of this model are measured, with its backbone."""
+        name = self.profile_name
+        known = ensure_measured(
+            self.store, self.target, again=again, say=say, more_s=plan_device.SECONDS
+        )
+        if name in known.device_paths and not again:
+            return known
+        assert self.spec.moe is not None
+        opener = plan_device.slice_opener(
+            self.checkpoint, self.spec.moe, self.store, self.dtype, self.device
+        )
+        path = plan_device.measure_device_path(opener, known.device_bytes_s)
+        known = known.with_device_path(name, path)
         machine_file.save(known)
         return known
 

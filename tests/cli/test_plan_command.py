@@ -101,7 +101,7 @@ def test_json_is_whole_and_can_be_saved(model: Path, tmp_path: Path) -> None:
     )
     document = json.loads(out)
     assert status == 0 and json.loads(file.read_text()) == document
-    names = {"model", "machine", "workload", "rows", "choice", "flags", "made_at"}
+    names = {"model", "machine", "workload", "rows", "choice", "advice", "flags", "made_at"}
     assert names == set(document)
     assert document["model"]["experts"] == 16 and document["model"]["top_k"] == 2
     assert document["model"]["context"] == 100 and document["model"]["backbone_measured"]

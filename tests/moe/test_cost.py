@@ -8,9 +8,9 @@ import pytest
 
 from coterie.moe.dispatch.base import Demand, Wave
 from coterie.moe.dispatch.table import STRATEGIES
+from coterie.moe.planner.cost_curve import CostCurve
 from coterie.moe.planner.machine import (
     BackboneTimes,
-    CostCurve,
     CostModel,
     Machine,
     PhaseForecast,

@@ -13,7 +13,8 @@ import torch
 
 from coterie.moe.planner import machine as kept
 from coterie.moe.planner import measure
-from coterie.moe.planner.machine import BackboneTimes, CostCurve, Machine
+from coterie.moe.planner.cost_curve import CostCurve
+from coterie.moe.planner.machine import BackboneTimes, Machine
 from coterie.moe.planner.measure import ZeroExpertStore, measure_overhead
 from tests.helpers.moe.planner_cases import machine
 

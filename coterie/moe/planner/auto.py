@@ -11,7 +11,14 @@ import torch
 from coterie.core.errors import ConfigError
 from coterie.moe.planner.machine import load
 from coterie.moe.planner.measure import ComputeTarget, ensure_measured, identity, profile_name
-from coterie.moe.planner.plan import PlanCase, PlanChoice, PlannedModel, choose, divisions
+from coterie.moe.planner.plan import (
+    PlanCase,
+    PlanChoice,
+    PlannedModel,
+    choose,
+    choose_in_place,
+    divisions,
+)
 from coterie.moe.planner.workload import assumed_workload, workload_from_heatmap
 from coterie.moe.runtime.budget import AUTO_SHARE
 from coterie.moe.runtime.setup import allocation_for, needs_of, reads_in_place, sizes_of
@@ -19,6 +26,7 @@ from coterie.moe.runtime.setup import allocation_for, needs_of, reads_in_place, 
 if TYPE_CHECKING:
     from coterie.core.moe import MoeSettings
     from coterie.moe.dispatch.base import ExpertCosts
+    from coterie.moe.planner.machine import Machine
     from coterie.moe.runtime.setup import PlacementContext
     from coterie.moe.store.base import ExpertStore
 
@@ -33,7 +41,7 @@ def chooser(store: ExpertStore, settings: MoeSettings, site: PlacementContext) -
         return replace(settings, strategy=unmoved)
     in_place = replace(settings, strategy="adaptive")
     if _is_read_in_place(store, in_place, site):
-        return in_place
+        return replace(settings, strategy=_strategy_in_place(store, settings, site))
     best = choice(store, settings, site)
     return replace(
         settings,
@@ -64,22 +72,38 @@ def unmoved_strategy(
     return "cpu_only" if needs.one_memory else "persistent"
 
 
-def choice(store: ExpertStore, settings: MoeSettings, site: PlacementContext) -> PlanChoice:
+def _strategy_in_place(store: ExpertStore, settings: MoeSettings, site: PlacementContext) -> str:
+    """adaptive, which moves no more there than pays; another one where this machine was measured
+    and the planner expects clearly more of it."""
     target = _target(site)
-    machine = ensure_measured(store, target, say=_log.info)
+    machine = load(identity(target))
+    name = profile_name(store, target)
+    if machine is None or name not in machine.device_paths or name not in machine.profiles:
+        return "adaptive"
+    best = choose_in_place(_case(store, site, machine), divisions(settings, needs_of((), site))[0])
+    _log.info("strategy %s: kernels read over the link what has no slot", best)
+    return best
+
+
+def choice(store: ExpertStore, settings: MoeSettings, site: PlacementContext) -> PlanChoice:
+    machine = ensure_measured(store, _target(site), say=_log.info)
+    case = _case(store, site, machine)
+    best = choose(case, divisions(settings, needs_of((), site)))
+    known = case.model.backbone is not None
+    _log.info("strategy %s%s", best.reason, "" if known else " (experts alone, without attention)")
+    return best
+
+
+def _case(store: ExpertStore, site: PlacementContext, machine: Machine) -> PlanCase:
     known = site.heatmap
     if known is not None and known.total() > 0:
         work = workload_from_heatmap(known, "drawn from the recorded heatmap")
     else:
         work = assumed_workload(store.geometry)
-    name = profile_name(store, target)
+    name = profile_name(store, _target(site))
     times = machine.backbones.get(name)
-    case = PlanCase(
-        PlannedModel(store.geometry, sizes_of(store), backbone=times), machine, name, work
-    )
-    best = choose(case, divisions(settings, needs_of((), site)))
-    _log.info("strategy %s%s", best.reason, "" if times else " (experts alone, without attention)")
-    return best
+    model = PlannedModel(store.geometry, sizes_of(store), backbone=times)
+    return PlanCase(model, machine, name, work)
 
 
 def known_costs(store: ExpertStore, device: str) -> ExpertCosts | None:

@@ -7,7 +7,6 @@ was measured once for the machine and once per kind of expert record. This modul
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import json
 import os
@@ -19,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from coterie.moe.dispatch.base import Demand, ExpertCosts, Wave
+from coterie.moe.planner.cost_curve import CostCurve
+from coterie.moe.planner.device_path import DevicePath, path_from_json
 from coterie.moe.store.base import Key
 from coterie.weights.home import state_dir
 
 # with a file of another version the machine is measured again
-VERSION = 4
+VERSION = 5
 # machines change (other processes start, a disk fills): after this time, measure again
 STALE_AFTER_S = 30 * 24 * 3600.0
 
@@ -42,24 +43,6 @@ class MachineIdentity:
     def digest(self) -> str:
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True, slots=True)
-class CostCurve:
-    """Seconds by number of rows: linear between the points; beyond them the last slope, or flat
-    where a busy machine measured a negative one."""
-
-    rows: tuple[int, ...]
-    seconds: tuple[float, ...]
-
-    def at(self, rows: float) -> float:
-        if rows <= self.rows[0] or len(self.rows) == 1:
-            return self.seconds[0]
-        right = min(bisect.bisect_left(self.rows, rows), len(self.rows) - 1)
-        x0, x1 = self.rows[right - 1], self.rows[right]
-        y0, y1 = self.seconds[right - 1], self.seconds[right]
-        slope = (y1 - y0) / (x1 - x0)
-        return y1 + max(slope, 0.0) * (rows - x1) if rows > x1 else y0 + slope * (rows - x0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +103,8 @@ class Machine:
     profiles: Mapping[str, RecordProfile] = field(default_factory=dict)
     # by the names of `profiles`
     backbones: Mapping[str, BackboneTimes] = field(default_factory=dict)
+    # the same; of a CUDA device whose kernels read these records where they are
+    device_paths: Mapping[str, DevicePath] = field(default_factory=dict)
 
     @property
     def is_cuda(self) -> bool:
@@ -130,6 +115,9 @@ class Machine:
 
     def with_backbone(self, name: str, times: BackboneTimes) -> Machine:
         return replace(self, backbones={**self.backbones, name: times})
+
+    def with_device_path(self, name: str, path: DevicePath) -> Machine:
+        return replace(self, device_paths={**self.device_paths, name: path})
 
 
 def stale(machine: Machine, now: MachineIdentity) -> str:
@@ -176,6 +164,9 @@ def from_json(data: Mapping[str, Any]) -> Machine:
     fields["profiles"] = {name: _profile(value) for name, value in data["profiles"].items()}
     fields["backbones"] = {
         name: _backbone_times(value) for name, value in data["backbones"].items()
+    }
+    fields["device_paths"] = {
+        name: path_from_json(value) for name, value in data["device_paths"].items()
     }
     return Machine(**fields)
 

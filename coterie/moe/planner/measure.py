@@ -26,8 +26,8 @@ from coterie.kernels.cpu.expert_mlp import RecordTable, run_experts
 from coterie.kernels.cpu.expert_record import pack_record
 from coterie.kernels.expert_layout import ExpertLayout, matrix_bytes
 from coterie.moe.planner import machine as machine_file
+from coterie.moe.planner.cost_curve import CostCurve
 from coterie.moe.planner.machine import (
-    CostCurve,
     Machine,
     MachineIdentity,
     RecordProfile,
@@ -431,8 +431,10 @@ def measure_load(
 def _layer_s(device: str, store: ZeroExpertStore, strategy: str, slots: int) -> float:
     """Consecutive steps use different experts: with few slots every one is a miss. Half of every
     step's experts are hot."""
-    settings = MoeSettings(strategy, cache_capacity=slots, host_budget="100%", predict="off")
     experts = store.geometry.num_experts
+    # with all of them in RAM a GPU's kernels read them there, and no layer is asked
+    share = f"{100 * (experts - 1) / experts}%" if device != "cpu" else "100%"
+    settings = MoeSettings(strategy, cache_capacity=slots, host_budget=share, predict="off")
     hot = np.tile([1.0, 0.0], experts // 2)[None]
     heatmap = Heatmap(store.geometry, hot)
     runtime = open_experts(store, settings, device=device, heatmap=heatmap)

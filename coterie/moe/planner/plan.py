@@ -15,7 +15,9 @@ from coterie.core.errors import ConfigError
 from coterie.core.moe import MoeSettings
 from coterie.core.settings import parse_bytes
 from coterie.moe.dispatch.table import STRATEGIES, both_phases, strategy_classes
-from coterie.moe.planner.machine import BackboneTimes, CostCurve, CostModel, Machine, PhaseForecast
+from coterie.moe.planner.cost_curve import CostCurve
+from coterie.moe.planner.device_simulation import DeviceSetup
+from coterie.moe.planner.machine import BackboneTimes, CostModel, Machine, PhaseForecast
 from coterie.moe.planner.simulate import (
     BELADY,
     SimulationSetup,
@@ -24,7 +26,15 @@ from coterie.moe.planner.simulate import (
     optimum,
 )
 from coterie.moe.planner.workload import Workload
-from coterie.moe.runtime.budget import AUTO_SHARE, ExpertSizes, TierNeeds, TierSlots, size_tiers
+from coterie.moe.runtime.budget import (
+    AUTO_SHARE,
+    ExpertSizes,
+    TierNeeds,
+    TierSlots,
+    fits_bank,
+    size_tiers,
+    with_buffers,
+)
 from coterie.moe.store.base import ExpertGeometry
 
 # predictions closer than this are the same speed
@@ -47,6 +57,8 @@ class PlannedModel:
     context: int = 0
     # a step without experts; None = estimated from its bytes
     backbone: BackboneTimes | None = None
+    # the precision of the experts; "" = not known
+    kind: str = ""
 
     @property
     def kv_bytes(self) -> int:
@@ -73,6 +85,11 @@ class MemoryDivision:
             return size_tiers(self.settings, sizes, needs)
         except ConfigError:
             return None
+
+    def reads_in_place(self, tiers: TierSlots, sizes: ExpertSizes) -> bool:
+        """Whether RAM holds all experts, so that a device reads from there what has no slot."""
+        beside = not self.needs.one_memory and tiers.host >= sizes.total > tiers.device
+        return beside and fits_bank(self.settings, sizes, self.needs)
 
     def kv_room(self, experts: TierSlots, slot_bytes: int) -> int:
         """Bytes on the device that experts leave for KV."""
@@ -117,11 +134,14 @@ class PlanRow:
     # the limit that the moved bytes set, and the predicted share of it
     decode_limit_tokens_s: float
     decode_share: float
+    prefill_limit_tokens_s: float
     moved_bytes_per_token: float
     read_bytes_per_token: float
     kv_tokens: int
     # whether decoding runs all layers in one call: there is nothing to decide or to move
     one_call: bool
+    # whether a GPU's kernels read what has no slot from RAM
+    in_place: bool
     # the strategies that really run with these slots: some fall back
     runs: str = ""
 
@@ -141,6 +161,15 @@ class PlanChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedTiers:
+    tiers: TierSlots
+    # slots that are buffers for prompts, beside the others
+    buffers: int = 0
+    # a GPU's kernels read from RAM what has no slot
+    in_place: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class PlanCase:
     """Everything that a plan is made from."""
 
@@ -153,15 +182,52 @@ class PlanCase:
     # replay only every n-th layer, with tiers smaller by the same factor: faster, nearly the same
     every: int = 1
 
-    def setup(self, tiers: TierSlots) -> SimulationSetup:
+    def setup(
+        self, tiers: TierSlots, in_place: bool = False, streams: bool = True
+    ) -> SimulationSetup:
+        """`in_place`: a GPU's kernels read from RAM what has no slot; `streams`: prompts have
+        buffers to copy it to."""
         model, machine, part = self.model, self.machine, self.every
         profile = machine.profiles[self.profile]
         costs = CostModel(machine, profile, tiers.host > 0, tiers.shared)
         least_s = model.backbone_bytes / machine.device_bytes_s
         times = backbone_times(model, machine)
-        times = BackboneTimes(_part(times.walk, part), times.express and _part(times.express, part))
+        times = BackboneTimes(
+            times.walk.scaled(1 / part), times.express and times.express.scaled(1 / part)
+        )
         slots = TierSlots(self._slots(tiers.device), self._slots(tiers.host), tiers.shared)
-        return SimulationSetup(self.load.geometry, slots, costs, times, least_s / part)
+        device = self._device(tiers, slots, in_place, streams)
+        return SimulationSetup(self.load.geometry, slots, costs, times, least_s / part, device)
+
+    def _device(
+        self, tiers: TierSlots, slots: TierSlots, in_place: bool, streams: bool
+    ) -> DeviceSetup | None:
+        model, machine = self.model, self.machine
+        path = machine.device_paths.get(self.profile)
+        if path is None or not (in_place or tiers.device >= model.sizes.total):
+            return None
+        return DeviceSetup(
+            self.load.geometry,
+            path.thinned(self.every),
+            slots.device,
+            machine.profiles[self.profile].costs().with_host(1.0),
+            machine.device_bytes_s,
+            model.backbone_bytes / self.every,
+            self.every,
+            streams,
+        )
+
+    def placed(self, division: MemoryDivision, text: str) -> PlacedTiers | None:
+        """The slots of `text`, without those that are buffers for prompts."""
+        tiers, sizes = division.tiers(text, self.model.sizes), self.model.sizes
+        if tiers is None:
+            return None
+        known = self.profile in self.machine.device_paths
+        if not known or not division.reads_in_place(tiers, sizes):
+            return PlacedTiers(tiers)
+        most = 2 * self.model.geometry.num_experts
+        count, buffers = with_buffers(division.settings, tiers.device, most)
+        return PlacedTiers(replace(tiers, device=count), buffers, in_place=True)
 
     def _slots(self, count: int) -> int:
         """The same share of the replayed experts; all of them when `count` is all."""
@@ -179,11 +245,12 @@ def plan(case: PlanCase, divided: Sequence[MemoryDivision]) -> list[PlanRow]:
     rows = []
     for division in divided:
         outcomes = _forecasts(case, division, 3)
-        tiers = [each.tiers for each in outcomes]
-        most = max(tiers, key=lambda each: each.device, default=TierSlots(0, 0))
-        made = [_row(case, division, each) for each in outcomes]
-        if most.device:
-            made.append(_bound(_row(case, division, optimum(case.setup(most), case.load)), made))
+        made = [_row(case, division, *each) for each in outcomes]
+        placed = [each for _, each in outcomes]
+        most = max(placed, key=lambda each: each.tiers.device, default=PlacedTiers(TierSlots(0, 0)))
+        if most.tiers.device:
+            best = optimum(_setup(case, most), case.load)
+            made.append(_bound(_row(case, division, best, most), made))
         rows += made
     return rows
 
@@ -205,7 +272,7 @@ def _bound(best: PlanRow, rows: Sequence[PlanRow]) -> PlanRow:
 def forecast_row(case: PlanCase, division: MemoryDivision, text: str) -> PlanRow | None:
     """The row of one strategy; None where it would be refused."""
     each = _forecast(case, division, text)
-    return _row(case, division, each) if each else None
+    return _row(case, division, *each) if each else None
 
 
 def choose(case: PlanCase, divided: Sequence[MemoryDivision]) -> PlanChoice:
@@ -213,10 +280,25 @@ def choose(case: PlanCase, divided: Sequence[MemoryDivision]) -> PlanChoice:
     and no optimum."""
     short = case.quick(QUICK // len(divided))
     return pick(
-        _row(short, division, each)
+        _row(short, division, *each)
         for division in divided
         for each in _forecasts(short, division, 2)
     )
+
+
+def choose_in_place(case: PlanCase, division: MemoryDivision) -> str:
+    """The strategy where a GPU's kernels read from RAM what has no slot: adaptive, unless another
+    one is clearly faster at decoding and no slower at prompts."""
+    short = case.quick(QUICK)
+    made = [row for name in STRATEGIES if (row := forecast_row(short, division, name)) is not None]
+    usual = next((row for row in made if row.strategy == "adaptive"), None)
+    if usual is None:
+        return "adaptive"
+    floor = usual.prefill_tokens_s * (1 - SAME)
+    able = [row for row in made if row.prefill_tokens_s >= floor and not row.falls_back]
+    best = max(able, key=lambda row: row.decode_tokens_s, default=usual)
+    clearly = best.decode_tokens_s > usual.decode_tokens_s * (1 + SAME)
+    return best.strategy if clearly else usual.strategy
 
 
 def pick(rows: Iterable[PlanRow]) -> PlanChoice:
@@ -267,10 +349,6 @@ def as_json(rows: Sequence[PlanRow], choice: PlanChoice) -> dict[str, Any]:
     return {"rows": [asdict(row) for row in rows], "choice": asdict(choice)}
 
 
-def _part(curve: CostCurve, part: int) -> CostCurve:
-    return CostCurve(curve.rows, tuple(seconds / part for seconds in curve.seconds))
-
-
 def backbone_times(model: PlannedModel, machine: Machine) -> BackboneTimes:
     """The measured times, or an estimate: the backbone's bytes at the device's read rate."""
     if model.backbone is not None:
@@ -279,11 +357,13 @@ def backbone_times(model: PlannedModel, machine: Machine) -> BackboneTimes:
     return BackboneTimes(CostCurve((1, 64), (seconds, seconds * 4)))
 
 
-def _forecasts(case: PlanCase, division: MemoryDivision, best: int) -> list[StrategyForecast]:
+def _forecasts(
+    case: PlanCase, division: MemoryDivision, best: int
+) -> list[tuple[StrategyForecast, PlacedTiers]]:
     """Each strategy alone, then pairs of the best at prefill and the best at decode."""
     singles = [each for name in STRATEGIES if (each := _forecast(case, division, name))]
     # a strategy that falls back to another one is not paired
-    own = [each for each in singles if each.strategy in each.runs]
+    own = [each for each, _ in singles if each.strategy in each.runs]
     prefills = sorted(own, key=lambda each: -each.prefill.tokens_s)[:best]
     decodes = sorted(own, key=lambda each: -each.decode.tokens_s)[:best]
     pairs = [
@@ -295,24 +375,35 @@ def _forecasts(case: PlanCase, division: MemoryDivision, best: int) -> list[Stra
     return singles + [each for each in pairs if each]
 
 
-def _forecast(case: PlanCase, division: MemoryDivision, text: str) -> StrategyForecast | None:
-    tiers = division.tiers(text, case.model.sizes)
-    return forecast(text, case.setup(tiers), case.load, tiers) if tiers else None
+def _forecast(
+    case: PlanCase, division: MemoryDivision, text: str
+) -> tuple[StrategyForecast, PlacedTiers] | None:
+    placed = case.placed(division, text)
+    if placed is None:
+        return None
+    return forecast(text, _setup(case, placed), case.load, placed.tiers), placed
 
 
-def _row(case: PlanCase, division: MemoryDivision, outcome: StrategyForecast) -> PlanRow:
+def _setup(case: PlanCase, placed: PlacedTiers) -> SimulationSetup:
+    return case.setup(placed.tiers, placed.in_place, placed.buffers > 0)
+
+
+def _row(
+    case: PlanCase, division: MemoryDivision, outcome: StrategyForecast, placed: PlacedTiers
+) -> PlanRow:
     model, part = case.model, case.every
     sizes = model.sizes
     tiers = outcome.tiers
     in_memory = min(tiers.device + tiers.host, sizes.total)
-    room = division.kv_room(tiers, sizes.slot_bytes)
+    with_room = replace(tiers, device=tiers.device + placed.buffers)
+    room = division.kv_room(with_room, sizes.slot_bytes)
     return PlanRow(
         strategy=outcome.strategy,
         device_budget=division.settings.device_budget,
         host_budget=division.settings.host_budget,
         device_slots=tiers.device,
         host_slots=tiers.host,
-        device_bytes=0 if tiers.shared else tiers.device * sizes.slot_bytes,
+        device_bytes=0 if tiers.shared else with_room.device * sizes.slot_bytes,
         host_bytes=min(tiers.host * sizes.slot_bytes, sizes.expert_bytes),
         disk_bytes=sizes.expert_bytes * (sizes.total - in_memory) // max(1, sizes.total),
         prefill_hit_rate=outcome.prefill.hit_rate,
@@ -321,10 +412,12 @@ def _row(case: PlanCase, division: MemoryDivision, outcome: StrategyForecast) ->
         decode_tokens_s=outcome.decode.tokens_s / part,
         decode_limit_tokens_s=outcome.decode.limit_tokens_s / part,
         decode_share=_share(outcome.decode),
+        prefill_limit_tokens_s=outcome.prefill.limit_tokens_s / part,
         moved_bytes_per_token=part * _per_token(outcome.decode.moved, outcome.decode, sizes),
         read_bytes_per_token=part * _per_token(outcome.decode.read, outcome.decode, sizes),
         kv_tokens=room // model.kv_token_bytes if model.kv_token_bytes else 0,
         one_call=outcome.decode.one_call_steps > 0,
+        in_place=placed.in_place,
         runs=outcome.runs,
     )
 

@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 
 from coterie.moe.dispatch.base import Demand, ExpertCosts, Strategy, StrategyContext, Wave
 from coterie.moe.dispatch.table import build_strategies, resolve_strategy
+from coterie.moe.planner.device_simulation import DeviceSetup, DeviceSimulation
 from coterie.moe.planner.machine import (
     BackboneTimes,
     CostModel,
@@ -41,6 +42,8 @@ class SimulationSetup:
     # a step without experts; and the least time that its bytes need
     backbone: BackboneTimes
     backbone_limit_s: float = 0.0
+    # where a CUDA device's kernels read experts where they are; None: layer by layer
+    device: DeviceSetup | None = None
 
 
 @dataclass(slots=True)
@@ -60,7 +63,11 @@ def forecast(
     are smaller."""
     runs = resolve_strategy(text, setup.geometry, setup.tiers.device)
     result = StrategyForecast(text, tiers or setup.tiers, runs)
-    simulation = _Simulation(runs, setup, load)
+    simulation: _Simulation | DeviceSimulation = (
+        _Simulation(runs, setup, load)
+        if setup.device is None
+        else DeviceSimulation(runs, setup.device, load)
+    )
     for index, step in enumerate(load.steps):
         outcome = result.prefill if step.phase == "prefill" else result.decode
         simulation.step(step, outcome if index >= load.warm else PhaseForecast())
@@ -155,9 +162,35 @@ def optimum(setup: SimulationSetup, load: Workload) -> StrategyForecast:
         warm = sum(step.phase == phase for step in load.steps[: load.warm])
         hits, misses = _belady(setup, steps, warm, setup.tiers.device)
         outcome.hits, outcome.misses = hits, misses
+        if setup.device is not None:
+            _add_best_on_device(setup.device, steps[warm:], phase, outcome)
+            continue
         outcome.read = _belady(setup, steps, warm, both)[1]
         _add_best(setup, steps[warm:], outcome)
     return result
+
+
+def _add_best_on_device(
+    device: DeviceSetup, steps: Sequence[TraceStep], phase: str, outcome: PhaseForecast
+) -> None:
+    """The misses of the optimum, the same number in every layer; nothing is copied beside steps."""
+    path, layers = device.path, len(device.geometry.layers)
+    chunks = [chunk for step in steps for chunk in step.chunks]
+    outcome.steps = len(steps)
+    each = outcome.misses / max(1, len(chunks) * layers)
+    missing, nothing, top_k = [each] * layers, [0.0] * layers, device.geometry.top_k
+    for chunk in chunks:
+        tokens = tokens_of(chunk, top_k)
+        used = sum(len(visit.demand.experts) for visit in chunk)
+        step_bytes = device.backbone_bytes + used * path.record_bytes
+        outcome.tokens += tokens
+        if phase == "prefill":
+            outcome.seconds += path.prompt_s(tokens, missing, nothing, top_k)
+            limit_s = path.prompt_limit_s(each * layers, step_bytes, device.device_bytes_s)
+        else:
+            outcome.seconds += path.decode_s(tokens, missing, top_k)
+            limit_s = path.decode_limit_s(each * layers, step_bytes, device.device_bytes_s)
+        outcome.limit_s += limit_s
 
 
 def _belady(

@@ -303,6 +303,13 @@ class BankedExperts:
         if demands.by_sequence is not None:
             self._telemetry.attribute_in_place(demands.by_sequence, whole)
 
+    def wire_rates(self) -> tuple[float, float, float]:
+        """Bytes per second as measured at start: copies from the bank, kernels that read it, and
+        the CPU (0: it takes no part)."""
+        share = self.pool.share
+        read = self.link_rate if self.prompts is None else self.prompts.rates.read
+        return self.link_rate, read, 0.0 if share is None else share.measured.cpu
+
     def report_share(self) -> Mapping[str, Any]:
         """What the CPU computes; empty: nothing."""
         return {} if self.pool.share is None else self.pool.share.report()

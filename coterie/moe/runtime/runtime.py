@@ -325,6 +325,11 @@ class ExpertRuntime:
         self.swaps += made
         return replace(total, swaps=made), [replace(part, swaps=made) for part in parts]
 
+    def wire_rates(self) -> tuple[float, float, float] | None:
+        """Bytes per second of copies to the device, of its kernels that read RAM and of the CPU
+        beside them; None where kernels do not read RAM."""
+        return None if self._banked is None else self._banked.wire_rates()
+
     def check(self) -> None:
         """Raise unless slots and tiers agree and nothing is in use between steps."""
         self._finish_loads()

@@ -6,9 +6,9 @@ import time
 
 import numpy as np
 
+from coterie.moe.planner.cost_curve import CostCurve
 from coterie.moe.planner.machine import (
     BackboneTimes,
-    CostCurve,
     Machine,
     MachineIdentity,
     RecordProfile,
