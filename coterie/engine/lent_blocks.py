@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # steps after the last slab was taken until some are given back; blocks of kept sessions stay longer
 PATIENCE, SESSION_PATIENCE = 64, 1024
+_SORTED_EVERY = 8
 # of the blocks in use, that must stay available beside them: one in so many
 _SPARE = 8
 
@@ -41,11 +42,15 @@ class LentBlocks:
     def ended_step(self, cache: PrefixCache) -> None:
         """Give back what was not needed for a while."""
         self._quiet += 1
-        if not self._trade.lent or self._quiet % PATIENCE:
+        if not self._trade.lent or self._quiet % _SORTED_EVERY:
             return
-        pool, layout = self._pool, self._trade.layout
         # low numbers are used first from now on, so that slabs become empty
-        pool.sort()
+        self._pool.sort()
+        if self._quiet % PATIENCE == 0:
+            self._give_back(cache)
+
+    def _give_back(self, cache: PrefixCache) -> None:
+        pool, layout = self._pool, self._trade.layout
         left = cache.num_present
         in_use = pool.num_blocks - pool.num_absent - left
         least = max(layout.slab_blocks, in_use // _SPARE)
@@ -53,11 +58,11 @@ class LentBlocks:
             blocks = layout.blocks(slab)
             if left - len(blocks) < least:
                 return
-            if any(pool.owners[block] for block in blocks):
-                continue
             if cache.keeps(blocks) and self._quiet < SESSION_PATIENCE:
                 continue
-            cache.drop(blocks)
-            pool.remove(blocks)
-            self._trade.give_back(slab)
-            left -= len(blocks)
+            # also where others are in use: it is empty the sooner
+            cache.drop(block for block in blocks if not pool.owners[block])
+            if not any(pool.owners[block] for block in blocks):
+                pool.remove(blocks)
+                self._trade.give_back(slab)
+                left -= len(blocks)

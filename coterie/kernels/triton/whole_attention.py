@@ -190,7 +190,8 @@ def whole_attention(
         DIM=max(16, triton.next_power_of_2(shape.head_dim)),
         ROWS=max(16, triton.next_power_of_2(per_head)), GROUP=triton.next_power_of_2(per_head),
         BLOCK_SIZE=batch.block_size, TILE=tile.positions,
-        LARGE=kv_layer.shape[1] * kv_layer.stride(1) >= 1 << 31, NORM=layer.q_norm is not None, PDL=dependent,
+        LARGE=kv_layer.shape[1] * kv_layer.stride(1) >= 1 << 31,
+        NORM=layer.q_norm is not None, PDL=dependent,
         **({"launch_pdl": True} if dependent else {}),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
