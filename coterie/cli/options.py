@@ -26,6 +26,7 @@ MOE_FLAGS = (
     "predict",
     "reads",
     "deterministic",
+    "elastic_memory",
 )
 
 
@@ -76,6 +77,12 @@ def add_moe(parser: argparse.ArgumentParser) -> None:
     add("--predict", choices=PREDICTIONS, help="use of the next layer's guess (default: auto)")
     add("--reads", choices=READS, help="how the disk is read (default: auto)")
     add("--deterministic", action="store_true", default=None, help="fix each expert's place")
+    add(
+        "--elastic-memory",
+        action="store_true",
+        default=None,
+        help="KV and experts trade device memory while serving",
+    )
     krasis = parser.add_argument_group(
         "the same in Krasis's words",
         textwrap.fill(_KRASIS, width() - 2),

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from coterie.core.errors import ConfigError
 
+# tokens of a KV block
+BLOCK_SIZE = 16
 STEP_TOKENS = 512
 GPU_STEP_TOKENS, GPU_MIXED_TOKENS = 8192, 2048
 
@@ -20,7 +22,7 @@ class LaneConfig:
     context: int = 0
     # the lane's own KV blocks; 0 = a share of the engine's KV bytes, by weight
     num_blocks: int = 0
-    block_size: int = 16
+    block_size: int = BLOCK_SIZE
     # sequences that may wait; further ones are refused
     max_queue: int = 256
     # sequences computed together

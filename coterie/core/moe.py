@@ -48,6 +48,11 @@ class MoeSettings:
     )
     reads: str = key("auto", "text", "How experts are read from disk.", among=READS)
     deterministic: bool = key(False, "flag", "Fix where each expert is computed.")
+    elastic_memory: bool = key(
+        False,
+        "flag",
+        "Let KV take memory of the device's expert slots while it needs more, and give it back.",
+    )
 
 
 # no setting was given

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,11 @@ from numpy.typing import NDArray
 from coterie.core.lane import LaneConfig
 from coterie.core.lru import LruCache
 from coterie.core.prefix import MAX_PUBLISHED, SHORT_BYTES, extend_chain, is_published
+from coterie.engine.lent_blocks import LentBlocks
 from coterie.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from coterie.moe.runtime.memory_trade import MemoryTrade
 
 
 class BlockPool:
@@ -31,6 +35,30 @@ class BlockPool:
         self.num_blocks, self._first = num_blocks, first
         self.owners = [0] * (first + num_blocks)
         self._free = list(range(first + num_blocks - 1, first - 1, -1))
+        # those that somebody else has now
+        self._absent: set[int] = set()
+
+    @property
+    def num_absent(self) -> int:
+        return len(self._absent)
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Free blocks that somebody else gets."""
+        gone = set(blocks)
+        self._absent |= gone
+        left = [block for block in self._free if block not in gone]
+        assert len(self._free) - len(left) == len(gone), "a block was removed that is not free"
+        self._free = left
+
+    def add(self, blocks: Iterable[int]) -> None:
+        """Absent blocks are free from now on, and used after those that already are."""
+        back = sorted(blocks, reverse=True)
+        self._absent.difference_update(back)
+        self._free = back + self._free
+
+    def sort(self) -> None:
+        """Give the lowest free blocks first."""
+        self._free.sort(reverse=True)
 
     @property
     def num_free(self) -> int:
@@ -79,12 +107,12 @@ class BlockPool:
     def check(self, tables: Iterable[list[int]], held: set[int]) -> None:
         """Check that each block is one of: free, owned as often as in `tables`, `held`."""
         counts = Counter(block for table in tables for block in table)
-        free = set(self._free)
+        free, absent = set(self._free), self._absent
         assert len(free) == len(self._free), "a block is in the free list twice"
         for block in range(self._first, self._first + self.num_blocks):
             owners = self.owners[block]
             assert owners == counts[block], f"block {block}: {owners} owners, {counts[block]} known"
-            states = (block in free) + (owners > 0) + (block in held)
+            states = (block in free) + (owners > 0) + (block in held) + (block in absent)
             assert states == 1, f"block {block} is in {states} states"
 
 
@@ -135,10 +163,17 @@ class PrefixCache:
         self._published: OrderedDict[bytes, None] = OrderedDict()
         # the same as a value; None = not up to date
         self._digests: frozenset[bytes] | None = frozenset()
+        # what experts lend; None: nothing
+        self.lent: LentBlocks | None = None
 
     @property
     def num_available(self) -> int:
         """Number of blocks that `take` can still return."""
+        return self.num_present + (0 if self.lent is None else self.lent.num_left)
+
+    @property
+    def num_present(self) -> int:
+        """The same without those that experts would have to lend first."""
         return self._pool.num_free + self.num_idle
 
     @property
@@ -180,16 +215,19 @@ class PrefixCache:
 
     def take(self) -> int | None:
         """A block with one owner; evicts a cached block if needed. None if all blocks are owned."""
-        if not self._pool.num_free and not self._evict():
+        if not self._pool.num_free and not self._evict() and not self._borrow(1):
             return None
         return self._pool.acquire()
 
     def take_all(self, count: int) -> list[int]:
         """So many blocks with one owner each. The caller checked `num_available`."""
         while self._pool.num_free < count:
-            evicted = self._evict()
+            evicted = self._evict() or self._borrow(count - self._pool.num_free)
             assert evicted, "admission counted blocks that are not there"
         return self._pool.acquire_all(count)
+
+    def _borrow(self, count: int) -> bool:
+        return self.lent is not None and self.lent.take(count)
 
     def release(self, block: int) -> None:
         if not self._pool.release(block):
@@ -241,6 +279,19 @@ class PrefixCache:
         for oldest in self._sessions.put(session, blocks):
             self._unpin(oldest)
 
+    def keeps(self, blocks: Iterable[int]) -> bool:
+        """Whether a session keeps some of them."""
+        return any(block in self._kept for block in blocks)
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        """Forget what is cached in blocks without owner: they are free."""
+        for block in blocks:
+            while block in self._kept:
+                self._unpin(self._sessions.pop_oldest())
+            if block in self._idle:
+                del self._idle[block]
+                self._forget(block)
+
     def check(self, tables: Seq[list[int]]) -> None:
         """Raises AssertionError if the counts are inconsistent."""
         self._pool.check(tables, set(self._idle) | self._kept)
@@ -262,12 +313,15 @@ class PrefixCache:
         if not self._idle:
             return False
         block, _ = self._idle.popitem(last=False)
+        self._forget(block)
+        return True
+
+    def _forget(self, block: int) -> None:
         digest = self._digest_of.pop(block)
         del self._block_of[digest]
         if self._published.pop(digest[:SHORT_BYTES], False) is None:
             self._digests = None
         self._pool.free(block)
-        return True
 
     def _unpin(self, blocks: Seq[int]) -> None:
         # put them at the old end, the head first, so that the tail of the chain is evicted first
@@ -285,9 +339,14 @@ class KVSpace:
     """Allocates, shares, copies and frees the blocks of sequences."""
 
     def __init__(
-        self, config: LaneConfig, tables: BlockTables | None = None, first_block: int = 0
+        self,
+        config: LaneConfig,
+        tables: BlockTables | None = None,
+        first_block: int = 0,
+        trade: MemoryTrade | None = None,
     ) -> None:
-        """`tables` and `first_block`: the lane's part of a KV cache that several lanes share."""
+        """`tables` and `first_block`: the lane's part of a KV cache that several lanes share.
+        `trade`: experts lend the blocks behind its own, and tables have the blocks' places."""
         config.require_quota()
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks, first_block)
@@ -298,6 +357,20 @@ class KVSpace:
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
         self._prefix_cache = config.prefix_cache
+        # by block: what kernels find it by; None: its number
+        self._places: NDArray[np.int32] | None = None
+        if trade is not None:
+            self._places = trade.first_cells
+            self.pool.remove(range(trade.layout.kv.own, config.num_blocks))
+            self.cache.lent = LentBlocks(trade, self.pool)
+
+    def ended_step(self) -> None:
+        """Give back what experts have lent, if it was not needed for a while."""
+        if self.cache.lent is not None:
+            self.cache.lent.ended_step(self.cache)
+
+    def _place(self, block: int) -> int:
+        return block if self._places is None else int(self._places[block])
 
     def num_missing(self, sequence: Sequence) -> int:
         """Blocks without owner that `sequence` needs: for its tokens and one more step."""
@@ -354,10 +427,10 @@ class KVSpace:
             return True
         shared = sequence.blocks[index]
         if position % self.block_size:
-            copies.append((shared, block))
+            copies.append((self._place(shared), self._place(block)))
         self.cache.release(shared)
         sequence.blocks[index] = block
-        self.tables.array[sequence.row, index] = block
+        self.tables.array[sequence.row, index] = self._place(block)
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
@@ -406,7 +479,7 @@ class KVSpace:
                 continue
             table = self.tables.array[sequence.row].tolist()
             unused = len(table) - len(sequence.blocks)
-            assert table == sequence.blocks + [0] * unused
+            assert table == [self._place(block) for block in sequence.blocks] + [0] * unused
             assert sequence.num_computed <= len(sequence.blocks) * self.block_size
 
     def _num_needed(self, sequence: Sequence) -> int:
@@ -433,7 +506,8 @@ class KVSpace:
     def _append(self, sequence: Sequence, blocks: list[int]) -> None:
         held = len(sequence.blocks)
         sequence.blocks += blocks
-        self.tables.array[sequence.row, held : held + len(blocks)] = blocks
+        places = blocks if self._places is None else self._places[blocks]
+        self.tables.array[sequence.row, held : held + len(blocks)] = places
 
 
 class SharedCache(NamedTuple):
@@ -454,11 +528,12 @@ class SharedCache(NamedTuple):
             max_step_tokens=sum(lane.max_step_tokens for lane in self.lanes),
         )
 
-    def spaces(self) -> Iterator[tuple[LaneConfig, KVSpace]]:
+    def spaces(self, trade: MemoryTrade | None = None) -> Iterator[tuple[LaneConfig, KVSpace]]:
+        """`trade`: only with one lane."""
         row = block = 0
         for lane in self.lanes:
             rows = range(row, row + lane.max_sequences)
-            yield lane, KVSpace(lane, BlockTables(self.tables.array, rows), block)
+            yield lane, KVSpace(lane, BlockTables(self.tables.array, rows), block, trade)
             row, block = rows.stop, block + lane.num_blocks
 
 

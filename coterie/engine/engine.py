@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
-from coterie.core.errors import CoterieError, MissingDependency, WeightsError
+from coterie.core.errors import ConfigError, CoterieError, MissingDependency, WeightsError
 from coterie.core.events import Event
 from coterie.core.lane import LaneConfig
 from coterie.core.moe import USAGE_FIELDS, MoeUsage
@@ -171,12 +171,18 @@ class Engine:
         self._grammars = GrammarCache(tokenizer, self._vocab, sorted(self._eos_ids))
         self._adapters = adapters
         self._holds = None if adapters is None else AdapterHolds(adapters, clock)
+        trade = model.memory_trade
+        if trade is not None and len(lanes) > 1:
+            raise ConfigError(
+                f"elastic_memory serves one specialist of an engine, not {len(lanes)}",
+                param="elastic_memory",
+            )
         on_cpu, is_grouped = model.device.type == "cpu", batching == "grouped"
         self._lane_named: dict[str, Lane] = {}
         for cache in plan_caches(lanes, shared=on_cpu):
             whole, tables = cache.config, cache.tables
             runner = Runner(model, whole, tables, adapters is not None, self._grammars.work)
-            for config, space in cache.spaces():
+            for config, space in cache.spaces(trade):
                 scheduler = Scheduler(config, self._holds, space=space, grouped=is_grouped)
                 self._lane_named[config.name] = Lane(config, scheduler, runner)
         # a whole prompt of a model that walks its experts by groups is one step: others wait
@@ -306,6 +312,8 @@ class Engine:
         self._tracker.commit(plan, result, events)
         if sum(num_ended) < len(plan.rows):
             self._account(flight, result, (started, ran), num_ended)
+        for part in parts:
+            self._lanes[part.lane].scheduler.space.ended_step()
         if self._experts is not None:
             # a step in flight reads the experts where they are
             still = self._flight is None or self._experts.move_beside_steps
@@ -525,6 +533,11 @@ def report_stats(report: Mapping[str, Any]) -> dict[str, float]:
         "moe_shortages": report["shortages"],
         "moe_fallbacks": int(report["fallback"] != ""),
         "moe_cpu_silent": report["cpu_share"].get("failures", 0),
+        "moe_kv_slabs": report["elastic"].get("kv_slabs", 0),
+        "moe_expert_slabs": report["elastic"].get("slabs", 0)
+        - report["elastic"].get("kv_slabs", 0),
+        "moe_slabs_taken": report["elastic"].get("taken", 0),
+        "moe_slabs_returned": report["elastic"].get("returned", 0),
     }
 
 

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from coterie.core.lane import LaneConfig
     from coterie.core.moe import MoeSettings, MoeUsage
     from coterie.moe.runtime.device_pool import DevicePool
+    from coterie.moe.runtime.memory_trade import MemoryTrade
     from coterie.weights.checkpoint import Checkpoint
 
 __all__ = ["MODELS", "Architecture", "CausalLM", "ModelSpec", "load_model"]
@@ -129,6 +130,11 @@ class CausalLM:
         return self._moe.experts if self._moe else None
 
     @property
+    def memory_trade(self) -> MemoryTrade | None:
+        """With elastic memory: what gives the KV cache memory of experts."""
+        return None if self._moe is None else self._moe.experts.trade
+
+    @property
     def chunk_tokens(self) -> int:
         """Rows that run through a group of layers together, where a strategy groups layers."""
         return self._moe.chunk_tokens if self._moe else 0
@@ -144,8 +150,18 @@ class CausalLM:
         return (spec.kv_planes, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
 
     def new_kv(self, num_blocks: int, block_size: int) -> list[Tensor]:
-        """An empty cache of every layer."""
-        shape = self.kv_shape(num_blocks, block_size)
+        """An empty cache of every layer; where it shares memory with experts, see `memory_trade`,
+        that of so many blocks."""
+        shape, trade = self.kv_shape(num_blocks, block_size), self.memory_trade
+        if trade is not None:
+            kv = trade.layout.kv
+            if (num_blocks, block_size) != (trade.layout.num_blocks, kv.block_size):
+                raise ConfigError(
+                    f"elastic_memory divides {trade.layout.num_blocks} KV blocks of "
+                    f"{kv.block_size} tokens, not {num_blocks} of {block_size}",
+                    param="elastic_memory",
+                )
+            return trade.kv_views(self.kv_dtype, shape[0], shape[2:])
         return [_zeros(shape, self.kv_dtype, self.device) for _ in range(self.spec.num_layers)]
 
     def kv_bytes_per_token(self) -> int:
@@ -343,6 +359,8 @@ def load_model(
         dtype=dtype,
         device=device,
         kv_bytes=kv_bytes_per_token(spec, kept) * spec.max_positions,
+        kv_plane_bytes=spec.num_kv_heads * spec.head_dim * kv_dtype(kept).itemsize,
+        kv_planes=spec.kv_planes * spec.num_layers,
     )
     opened = (experts or moe_factory(dispatch))(wanted)
     try:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from coterie.moe.planner.measure import Say
     from coterie.moe.runtime.device_pool import ResidentExperts
     from coterie.moe.runtime.heatmap import Heatmap
+    from coterie.moe.runtime.memory_trade import MemoryTrade
     from coterie.moe.runtime.resident import StepDemands
     from coterie.moe.runtime.step import ExpertStep
     from coterie.moe.store.base import ExpertGeometry, ExpertStore
@@ -205,6 +206,7 @@ class NoExperts:
 
     def __init__(self, geometry: ExpertGeometry) -> None:
         self.geometry = geometry
+        self.trade: MemoryTrade | None = None
         # bytes that experts would read per layer: they evict the backbone from caches
         self.layer_bytes = 0
         # seconds of reading those bytes, which do not belong to the backbone

@@ -73,6 +73,14 @@ MOE_METRICS = (
         "coterie_moe_layer_hit_rate", "gauge",
         "Share of demands met from device slots, over the layers.", ("replica", "layer"),
     ),
+    Metric(
+        "coterie_moe_slabs", "gauge",
+        "Slabs of device memory that KV and experts share, by who has them.", ("replica", "owner"),
+    ),
+    Metric(
+        "coterie_moe_slab_trades", "counter",
+        "Slabs of device memory that KV took from experts and gave back.", ("replica", "to"),
+    ),
 )  # fmt: skip
 
 # an engine's stat -> metric and its label after the replica
@@ -101,6 +109,10 @@ MOE_SERIES: dict[str, tuple[str, ...]] = {
     "moe_device_bytes": ("coterie_moe_memory_bytes", "device"),
     "moe_host_bytes": ("coterie_moe_memory_bytes", "host"),
     "moe_saved_bytes": ("coterie_moe_memory_bytes", "saved"),
+    "moe_kv_slabs": ("coterie_moe_slabs", "kv"),
+    "moe_expert_slabs": ("coterie_moe_slabs", "experts"),
+    "moe_slabs_taken": ("coterie_moe_slab_trades", "kv"),
+    "moe_slabs_returned": ("coterie_moe_slab_trades", "experts"),
     "moe_fallback_rate": ("coterie_moe_fallback_rate",),
     "moe_lowest_hit_rate": ("coterie_moe_layer_hit_rate", "lowest"),
     "moe_median_hit_rate": ("coterie_moe_layer_hit_rate", "median"),

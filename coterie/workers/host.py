@@ -128,6 +128,7 @@ def _build(spec: WorkerSpec, progress: Progress | None) -> EngineHost:
         # size the KV cache before the experts, which take the remaining memory
         kv_bytes = kv_bytes or _moe_kv_bytes(spec, shape, checkpoint, device)
         experts = MoeHost(Path(spec.model), spec.dispatch, kv_bytes, graph_bytes)
+        experts.block_size = _elastic_block_size(spec)
     model = load_model(
         checkpoint,
         dtype=spec.dtype,
@@ -148,6 +149,20 @@ def _build(spec: WorkerSpec, progress: Progress | None) -> EngineHost:
             adapters.close()
         model.close()
         raise
+
+
+def _elastic_block_size(spec: WorkerSpec) -> int:
+    """Of the lane whose KV shares memory with experts; 0: none does."""
+    if not spec.dispatch.elastic_memory:
+        return 0
+    if len(spec.lanes) > 1:
+        names = ", ".join(lane.name for lane in spec.lanes)
+        raise ConfigError(
+            f"elastic_memory serves one specialist of an engine, not {names}: give each its own "
+            "model, or leave it out",
+            param="elastic_memory",
+        )
+    return spec.lanes[0].block_size
 
 
 class EngineResources(NamedTuple):
@@ -191,7 +206,7 @@ def _host(
         device=str(model.device),
         threads=threads,
         weight_bytes=model.weight_bytes,
-        kv_bytes=sum(lane.num_blocks * _block_bytes(lane, model) for lane in lanes),
+        kv_bytes=_own_kv_bytes(lanes, model),
         fingerprint=checkpoint.fingerprint(),
         contexts={lane.name: lane.context for lane in lanes},
         max_sequences={lane.name: lane.max_sequences for lane in lanes},
@@ -282,7 +297,9 @@ def plan_lanes(
 
 
 def _with_quota(lane: LaneConfig, model: CausalLM, kv_bytes: int) -> LaneConfig:
-    num_blocks = kv_bytes // _block_bytes(lane, model)
+    num_blocks, trade = kv_bytes // _block_bytes(lane, model), model.memory_trade
+    if trade is not None and num_blocks >= 2:
+        num_blocks = trade.layout.num_blocks
     if num_blocks < 2:
         raise ConfigError(
             f"{kv_bytes} bytes of KV hold {num_blocks} blocks of {lane.block_size} tokens for "
@@ -292,6 +309,14 @@ def _with_quota(lane: LaneConfig, model: CausalLM, kv_bytes: int) -> LaneConfig:
     longest = model.spec.max_positions
     context = min(lane.context or longest, longest, num_blocks * lane.block_size)
     return replace(lane, num_blocks=num_blocks, context=context)
+
+
+def _own_kv_bytes(lanes: Sequence[LaneConfig], model: CausalLM) -> int:
+    """What KV always has; experts may lend more."""
+    trade = model.memory_trade
+    if trade is not None:
+        return trade.layout.kv.own * trade.layout.kv.block_bytes
+    return sum(lane.num_blocks * _block_bytes(lane, model) for lane in lanes)
 
 
 def _block_bytes(lane: LaneConfig, model: CausalLM) -> int:
@@ -407,22 +432,29 @@ class MoeHost:
     ) -> None:
         self._model, self._settings, self._kv_bytes = model, settings, kv_bytes
         self._graph_bytes = graph_bytes
+        # of the KV that shares memory with experts; 0: none does
+        self.block_size = 0
         self._heatmap: HeatmapFile | None = None
         self.runtime: ExpertRuntime | None = None
 
     def open(self, requirements: MoeRequirements) -> ExpertRuntime:
         settings = self._settings
         store = store_of(requirements, settings.reads)
+        kv, nbytes = None, self._kv_bytes
+        if self.block_size:
+            kv = requirements.kv_blocks(self.block_size, self._kv_bytes)
+            nbytes = kv.nbytes
         try:
             known = self._known(store.geometry, store.lineage)
             runtime = open_experts(
                 store,
                 settings,
                 device=requirements.device,
-                kv_bytes=self._kv_bytes + self._graph_room(store, requirements.device),
+                kv_bytes=nbytes + self._graph_room(store, requirements.device),
                 heatmap=known,
                 costs=known_costs(store, requirements.device),
                 chooser=chooser,
+                kv=kv,
             )
         except BaseException:
             store.close()

@@ -192,6 +192,40 @@ def test_every_step_reads_every_experts_own_bytes(text: str, num_slots: int) -> 
         parts.device.check()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, marks=() if text in ("lru", "adaptive") else pytest.mark.full)
+        for text in (*STRATEGIES, "hot_cached_static+lru")
+        if text != "cpu_only"
+    ],
+)
+def test_slots_that_others_use_for_a_while_are_read_from_the_bank(text: str) -> None:
+    """Withdrawn slots are overwritten at once, as KV would; nothing may write them, or read them."""
+    rng, others = random.Random(7), [3, 4, 6]
+    with experts_beside(text, 8) as (store, banked, parts):
+        held: list[int] = []
+        for number in range(60):
+            demands = drawn_step(rng, "prefill" if number % 9 == 0 else "decode")
+            banked.record(banked.pool.experts, demands, 0.01)
+            if number % 10 == 4:
+                held = others[: rng.randint(1, 3)]
+                banked.withdraw(held)
+                for slot in held:
+                    banked.pool.arena[slot * 4096 : (slot + 1) * 4096] = 77
+            if number % 10 == 9:
+                kept = [banked.pool.arena[slot * 4096 : (slot + 1) * 4096] for slot in held]
+                assert all(bool((each == 77).all()) for each in kept)
+                parts.slots.restore(held)
+                held = []
+            for strategy in dict.fromkeys(parts.strategies.values()):
+                banked.move(strategy.update())
+            assert not wrong_experts(store, banked), number
+            assert len(parts.device.keys()) <= parts.slots.num_slots
+            assert not any(parts.device.key_at(slot) for slot in held)
+        parts.device.check()
+
+
 def test_lru_keeps_the_last_used_and_counts_what_the_link_carries() -> None:
     with experts_beside("lru", 2) as (_, banked, _):
         rows = np.zeros((3, 6), dtype=np.int64)

@@ -175,10 +175,12 @@ class _BatchView:
 
 
 def _cache(kv_layer: Tensor) -> abi.Cache:
-    if not kv_layer.is_contiguous() or kv_layer.dtype not in (torch.float32, torch.bfloat16):
-        raise InternalError("a KV cache must be contiguous and fp32 or bf16")
+    plane, block = kv_layer.stride()[:2]
+    known = kv_layer.dtype in (torch.float32, torch.bfloat16)
+    if not kv_layer[0].is_contiguous() or plane % block or not known:
+        raise InternalError("a plane of a KV cache must be contiguous and fp32 or bf16")
     # one plane for keys and values: the second starts at the same address as the first
-    apart = kv_layer.shape[1] if kv_layer.shape[0] == 2 else 0
+    apart = plane // block if kv_layer.shape[0] == 2 else 0
     return abi.Cache(kv_layer.data_ptr(), apart, kv_layer.dtype == torch.bfloat16)
 
 
@@ -293,7 +295,7 @@ class NativeDecoder:
         for index in range(first, last):
             # a new cache may have the address of a freed one of another shape
             layer = kv[index]
-            key = layer.data_ptr(), layer.shape, layer.dtype
+            key = layer.data_ptr(), layer.shape, layer.stride(0), layer.dtype
             if self._placed[index] != key:
                 self._caches[index], self._placed[index] = _cache(layer), key
 

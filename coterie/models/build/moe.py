@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from coterie.kernels.patch import Segment
     from coterie.models.spec import MoeSpec
     from coterie.moe.runtime.device_pool import DevicePool, ResidentExperts
+    from coterie.moe.runtime.memory_trade import MemoryTrade
+    from coterie.moe.runtime.slabs import KvBlocks
     from coterie.moe.store.base import ExpertGeometry, ExpertStore
     from coterie.weights.checkpoint import Checkpoint
 
@@ -54,6 +56,8 @@ class MoeExperts(Protocol):
     """What a stack needs from `moe.runtime.runtime.ExpertRuntime`."""
 
     geometry: ExpertGeometry
+    # with elastic memory: what KV takes of the slots
+    trade: MemoryTrade | None
 
     @property
     def wants_hints(self) -> bool:
@@ -435,6 +439,17 @@ class MoeRequirements:
     device: str
     # of one full context, reserved before experts
     kv_bytes: int
+    # one token in one plane of one layer; planes of all layers
+    kv_plane_bytes: int
+    kv_planes: int
+
+    def kv_blocks(self, block_size: int, kv_bytes: int) -> KvBlocks:
+        """KV that shares the device's memory with experts: its own part has so many bytes."""
+        from coterie.moe.runtime.slabs import KvBlocks
+
+        cell = self.kv_plane_bytes * block_size
+        own = kv_bytes // (cell * self.kv_planes)
+        return KvBlocks(cell, self.kv_planes, block_size, own)
 
     def geometry(self) -> ExpertGeometry:
         return _geometry(self.moe)
@@ -447,16 +462,22 @@ def _geometry(moe: MoeSpec) -> ExpertGeometry:
     return ExpertGeometry(moe.layers, moe.num_experts, moe.gate_rule.top_k)
 
 
-def moe_factory(dispatch: MoeSettings | None) -> MoeFactory:
-    """The usual factory: a store over the checkpoint, and a runtime with these settings."""
+def moe_factory(dispatch: MoeSettings | None, own_kv: int | None = None) -> MoeFactory:
+    """The usual factory: a store over the checkpoint, and a runtime with these settings. `own_kv`:
+    with elastic memory, the bytes that KV always has, by default one full context."""
 
     def opened(wanted: MoeRequirements) -> MoeExperts:
+        from coterie.core.lane import BLOCK_SIZE
         from coterie.core.moe import MoeSettings
         from coterie.moe.runtime.runtime import open_experts
 
         settings = dispatch or MoeSettings()
         store = store_of(wanted, settings.reads)
-        return open_experts(store, settings, device=wanted.device, kv_bytes=wanted.kv_bytes)
+        kv, nbytes = None, wanted.kv_bytes
+        if settings.elastic_memory:
+            kv = wanted.kv_blocks(BLOCK_SIZE, nbytes if own_kv is None else own_kv)
+            nbytes = kv.nbytes
+        return open_experts(store, settings, device=wanted.device, kv_bytes=nbytes, kv=kv)
 
     return opened
 

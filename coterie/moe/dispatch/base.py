@@ -143,6 +143,11 @@ class Strategy:
     def observe(self, rows: npt.NDArray[np.int64]) -> None:
         """A step ran without a call of `decide`, as `settled` allows: rows [layers, experts]."""
 
+    def worth(self) -> npt.NDArray[np.float64] | None:
+        """What each expert is worth in a slot, [layers, experts], 0 or more; None: the more, the
+        later it was used."""
+        return None
+
     def groups(self) -> tuple[tuple[int, ...], ...] | None:
         """Groups of MoE layers. All chunks of a prompt run through one group before the next group
         is loaded; None = every chunk runs through all layers."""

@@ -52,6 +52,9 @@ class HotCachedStatic(Strategy):
     def observe(self, rows: npt.NDArray[np.int64]) -> None:
         self._repin.count_step(rows)
 
+    def worth(self) -> npt.NDArray[np.float64]:
+        return self._repin.counts
+
     def settled(self) -> bool:
         return True
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from coterie.moe.dispatch.active_only import ActiveOnly
 from coterie.moe.dispatch.base import Demand, StrategyContext, Wave
 from coterie.moe.dispatch.repin import UpdateTimer
@@ -58,6 +61,9 @@ class PinnedStrategy(ActiveOnly):
         waves = super().decide(demand)
         self._timer.count(len(demand.experts), sum(len(wave.load) for wave in waves))
         return waves
+
+    def worth(self) -> npt.NDArray[np.float64]:
+        return self._heat.counts
 
     @property
     def updates(self) -> int:

@@ -38,6 +38,11 @@ class LiveRepin:
     def updates(self) -> int:
         return self._timer.rounds
 
+    @property
+    def counts(self) -> npt.NDArray[np.float64]:
+        """Uses, [layers, experts]; older ones count less."""
+        return self._heat.counts
+
     def own(self, key: Key) -> None:
         """`key` is in one of these slots from now on."""
         self._owned.add(key)

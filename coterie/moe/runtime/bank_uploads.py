@@ -92,6 +92,16 @@ class BankUploads:
             if self._tier.slot_of(key) == slot:
                 self._tier.vacate(slot)
 
+    def vacate(self, slots: Sequence[int]) -> None:
+        """Their experts are read from the bank from now on. Nothing may be on its way to them."""
+        assert not self._batches
+        for slot in slots:
+            key = self._tier.key_at(slot)
+            if key is not None:
+                self._table.to_bank(key)
+                self._tier.vacate(slot, evicted=True)
+        self._table.send()
+
     def _take(self, loads: Loads) -> None:
         """These experts have the slots from now on, and nobody reads them there yet."""
         tier, table = self._tier, self._table

@@ -28,7 +28,7 @@ from coterie.moe.runtime.usage import UsageTally
 from coterie.moe.runtime.waiting_loads import WaitingLoads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from coterie.moe.dispatch.base import Strategy
     from coterie.moe.runtime.host_bank import HostBank
@@ -150,6 +150,15 @@ class BankedExperts:
         self._end_prompt()
         self.move((), most_waited=self._geometry.total)
         self._publish()
+
+    def withdraw(self, slots: Sequence[int]) -> None:
+        """Later steps neither read nor write these slots: they wait for copies that do."""
+        self.decide()
+        self._end_prompt()
+        self._publish()
+        self._slots.withdraw(slots)
+        self._uploads.vacate(slots)
+        self._placed()
 
     def _end_prompt(self) -> None:
         """Later steps find what the last one with a prompt has brought."""

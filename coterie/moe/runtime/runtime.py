@@ -7,7 +7,7 @@ the failed loads had never been started.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from coterie.core.errors import InternalError
 from coterie.kernels.cpu.expert_mlp import combine
 from coterie.moe.runtime.banked import BankedExperts
 from coterie.moe.runtime.layer_executor import LayerExecutor, LayerJob
+from coterie.moe.runtime.memory_trade import MemoryTrade
 from coterie.moe.runtime.predict import PredictionTracker
 from coterie.moe.runtime.resident import ResidentFinder, StepDemands
 from coterie.moe.runtime.setup import (
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from coterie.moe.dispatch.base import Demand, ExpertCosts
     from coterie.moe.runtime.device_pool import DevicePool, ResidentExperts
     from coterie.moe.runtime.heatmap import Heatmap
+    from coterie.moe.runtime.slabs import KvBlocks
     from coterie.moe.runtime.step import ExpertStep
     from coterie.moe.runtime.tiers import ExpertLoad
     from coterie.moe.runtime.trace import Trace
@@ -71,6 +73,10 @@ class ExpertRuntime:
         self._banked: BankedExperts | None = None
         if parts.bank is not None:
             self._banked = BankedExperts(parts, parts.bank, self.telemetry)
+        # what KV takes of the slots, and gives back; None: nothing
+        self.trade: MemoryTrade | None = None
+        if parts.slabs is not None:
+            self.trade = MemoryTrade(parts.slabs, parts.device.memory, parts.slots, self)
         few = 0 < parts.slots.num_slots < self.geometry.total
         self._uses_hints = few and parts.bank is None and uses_hints(parts.strategies["decode"])
         if not self._uses_hints:
@@ -312,6 +318,28 @@ class ExpertRuntime:
                 self._transfer.start(key, slot, None, urgent=False)
         return self.update_calls - before[0], self.swaps - before[1]
 
+    def withdraw(self, slots: Sequence[int]) -> None:
+        """Between steps: use these slots no longer, until `restore`."""
+        if self._banked is not None:
+            self._banked.withdraw(slots)
+            return
+        if self._transfer.settle() or self._transfer.failed:
+            self._reconcile()
+        for slot in slots:
+            self._device.vacate(slot, evicted=True)
+        self._slots.withdraw(slots)
+
+    def restore(self, slots: Sequence[int]) -> None:
+        self._slots.restore(slots)
+
+    def worth(self) -> Callable[[Key], float]:
+        """What it is worth to have an expert in a slot, 0 or more."""
+        values, slots = self.parts.strategies["decode"].worth(), self._slots
+        if values is None:
+            return lambda key: 1.0 / (1 + slots.age(key))
+        known, rows = values, {layer: row for row, layer in enumerate(self.geometry.layers)}
+        return lambda key: float(known[rows[key[0]], key[1]])
+
     def end_step(self) -> tuple[MoeUsage, list[MoeUsage]]:
         """What the step cost: in total, and by sequence (one entry when owners are not known)."""
         self._transfer.sweep()
@@ -344,6 +372,8 @@ class ExpertRuntime:
                 raise InternalError(f"expert {key} does not lie where it is believed to")
         if len(self._device.keys()) > self._slots.num_slots:
             raise InternalError("more experts than slots")
+        if self.trade is not None:
+            self.trade.check()
 
     def report(self) -> dict[str, Any]:
         """All counters since start, as plain values."""
@@ -421,10 +451,12 @@ def open_experts(
     heatmap: Heatmap | None = None,
     costs: ExpertCosts | None = None,
     chooser: StrategyChooser | None = None,
+    kv: KvBlocks | None = None,
 ) -> ExpertRuntime:
     """Size the tiers, build the strategies and load what they need at start. `kv_bytes` of one full
-    context are taken from a device budget in bytes; `chooser` chooses the strategy for `auto`."""
-    site = PlacementContext(torch.device(device), kv_bytes, heatmap, costs, chooser)
+    context are taken from a device budget in bytes; `chooser` chooses the strategy for `auto`.
+    `kv`: with `elastic_memory`, the KV that shares the device's memory, which `kv_bytes` has."""
+    site = PlacementContext(torch.device(device), kv_bytes, heatmap, costs, chooser, kv)
     settings = choose_strategy(store, settings, site)
     room = allocation_for(store, settings, site)
     try:
@@ -479,6 +511,7 @@ def report(runtime: ExpertRuntime) -> dict[str, Any]:
         "total": total.as_dict(),
         "tiers": {"device": _device(runtime), "host": _host(runtime)},
         "layers": {layer: _layer(runtime, layer) for layer in runtime.geometry.layers},
+        "elastic": {} if runtime.trade is None else runtime.trade.report(),
         "cpu_share": {} if runtime._banked is None else runtime._banked.report_share(),
         "expert_bytes": parts.store.expert_bytes,
         "memory_saved_bytes": max(0, parts.store.expert_bytes - allocated),

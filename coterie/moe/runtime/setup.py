@@ -28,6 +28,7 @@ from coterie.moe.runtime.budget import (
 )
 from coterie.moe.runtime.host_bank import HostBank, has_device_records
 from coterie.moe.runtime.layer_stream import buffer_slots
+from coterie.moe.runtime.slabs import KvBlocks, SlabLayout, plan_slabs
 from coterie.moe.runtime.slot_map import SlotMap
 from coterie.moe.runtime.tiers import DeviceTier, HostTier
 
@@ -53,6 +54,8 @@ class PlacementContext:
     # measured on this machine; None = estimated from sizes
     costs: ExpertCosts | None = None
     chooser: StrategyChooser | None = None
+    # the KV that shares the device's memory with experts and is part of `kv_bytes`; None: none does
+    kv: KvBlocks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ class RuntimeParts:
     shortages: int = 0
     # all experts in RAM, where the device reads them; the host tier then has no slots
     bank: HostBank | None = None
+    # what KV may take of the device's slots
+    slabs: SlabLayout | None = None
 
     @property
     def host_slots(self) -> int:
@@ -174,6 +179,8 @@ def _parts_with(
         room = replace(room, tiers=replace(room.tiers, device=count))
     tiers = room.tiers
     text, why = _fitting_strategy(settings.strategy, store, room)
+    slabs = None if site.kv is None else _slabs(store, tiers, buffers, text, site.kv)
+    beside = 0 if slabs is None else slabs.nbytes - slabs.before
     slots = SlotMap(tiers.device)
     costs = site.costs or estimated_costs(store, site.device)
     context = StrategyContext(
@@ -189,7 +196,9 @@ def _parts_with(
     on_cuda = site.device.type == "cuda"
     # a prefetch depends on when the link is idle: a deterministic placement may only protect
     protect_only = settings.deterministic and settings.predict != "off" and uses_hints(decode)
-    device = DeviceTier(store, tiers.device, site.device, shared=tiers.shared, buffers=buffers)
+    device = DeviceTier(
+        store, tiers.device, site.device, shared=tiers.shared, buffers=buffers, beside=beside
+    )
     try:
         host = HostTier(store, 0 if bank is not None else tiers.host, pinned=on_cuda)
     except BaseException:
@@ -207,7 +216,31 @@ def _parts_with(
         fallback=why,
         shortages=len(room.failed),
         bank=bank,
+        slabs=slabs,
     )
+
+
+def _slabs(
+    store: ExpertStore, tiers: TierSlots, buffers: int, strategy: str, kv: KvBlocks
+) -> SlabLayout:
+    """How experts and KV share the device's memory. Raises where slots have none of their own, or
+    where an expert without a slot would not be found."""
+    problem = ""
+    if tiers.shared:
+        problem = (
+            "device slots refer to experts in RAM here and take no memory that KV could use; "
+            "it needs a CUDA device, or budgets that hold fewer than all experts"
+        )
+    elif tiers.device >= store.geometry.total:
+        problem = (
+            "every expert has a slot and no other place; give a device_budget that holds fewer"
+        )
+    elif tiers.device == 0:
+        problem = f"{strategy} has no device slots that KV could use"
+    if problem:
+        raise ConfigError(f"elastic_memory: {problem}", param="elastic_memory")
+    least = max(kind.least_slots(store.geometry) for kind in strategy_classes(strategy))
+    return plan_slabs(kv, store.slot_bytes, tiers.device, buffers, least)
 
 
 def choose_strategy(

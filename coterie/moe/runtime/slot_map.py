@@ -19,7 +19,8 @@ class SlotMap:
     def __init__(self, num_slots: int) -> None:
         if num_slots < 0:
             raise InternalError(f"{num_slots} slots")
-        self.num_slots = num_slots
+        # those that are not withdrawn, and all
+        self.num_slots = self.most_slots = num_slots
         # grows with every change of the slots or of the pins
         self.changes = 0
         # loaded before they were needed, and not used since
@@ -89,6 +90,22 @@ class SlotMap:
         del self._layers[key[0]][key]
         self.prefetched.discard(key)
         return slot
+
+    def withdraw(self, slots: Iterable[int]) -> None:
+        """Use these slots no longer, until `restore`: their experts are forgotten, even pinned."""
+        gone = set(slots)
+        for key in [self._keys[slot] for slot in gone]:
+            if key is not None:
+                self.forget(key)
+        self._free = [slot for slot in self._free if slot not in gone]
+        self.num_slots -= len(gone)
+        self.changes += 1
+
+    def restore(self, slots: Iterable[int]) -> None:
+        back = sorted(slots, reverse=True)
+        self._free = back + self._free
+        self.num_slots += len(back)
+        self.changes += 1
 
     def pin(self, key: Key) -> None:
         """Make sure that `key` is not evicted."""

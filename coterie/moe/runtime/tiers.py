@@ -292,19 +292,22 @@ class DeviceTier:
         *,
         shared: bool = False,
         buffers: int = 0,
+        beside: int = 0,
     ) -> None:
-        """`buffers`: room for so many experts behind the slots, for steps with a prompt."""
+        """`buffers`: room for so many experts behind the slots, for steps with a prompt. `beside`:
+        so many bytes behind these are not for experts."""
         self.num_slots, self.device, self.shared = num_slots, device, shared
         self.buffers = buffers
         self.budget_bytes = 0 if shared else (num_slots + buffers) * store.slot_bytes
         self._arena: MemoryArena | None = None
+        total = self.budget_bytes + beside
         if device.type == "cpu":
-            self._arena = MemoryArena(self.budget_bytes)
-            whole = self._arena.view(0, self.budget_bytes)
+            self._arena = MemoryArena(total)
+            whole = self._arena.view(0, total)
         else:
-            whole = torch.empty(self.budget_bytes, dtype=torch.uint8, device=device)
-        # all slots and buffers, one after another
-        self.arena = whole
+            whole = torch.empty(total, dtype=torch.uint8, device=device)
+        # all slots and buffers, one after another; and with what is beside them
+        self.arena, self.memory = whole[: self.budget_bytes], whole
         size = self.slot_bytes = store.slot_bytes
         self._slots = [whole[at * size : (at + 1) * size] for at in range(num_slots)]
         self._nbytes = {layer: store.layout(layer).nbytes for layer in store.geometry.layers}
@@ -366,7 +369,7 @@ class DeviceTier:
         for slot in range(self.num_slots):
             self.vacate(slot)
         self._slots.clear()
-        self.arena = torch.empty(0, dtype=torch.uint8)
+        self.arena = self.memory = torch.empty(0, dtype=torch.uint8)
         if self._arena is not None:
             self._arena.close()
 

@@ -62,7 +62,7 @@ class ToyModel:
         self.device = torch.device("cpu")
         self.kv_dtype = torch.int64
         self.weight_bytes = 0
-        self.experts = None
+        self.experts = self.memory_trade = None
         self.is_captured = True
         self.fail_next = False
         self.num_rows = 0

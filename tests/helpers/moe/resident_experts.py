@@ -54,6 +54,7 @@ class Resident:
         """There is no device."""
 
     moves_beside_steps = False
+    trade = None
 
     def record_device_step(self, found: Any, demands: Any, s: float) -> None: ...
 

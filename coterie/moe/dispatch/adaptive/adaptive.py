@@ -74,6 +74,9 @@ class Adaptive(Strategy):
             return super().settled()
         return not self._miss_costs.uploads_pay or super().settled()
 
+    def worth(self) -> npt.NDArray[np.float64] | None:
+        return None if self._in_place is None else self._in_place.worth()
+
     def decide_behind(self, rows: npt.NDArray[np.int64], phase: str) -> Loads | None:
         return None if self._in_place is None else tuple(self._in_place.step(rows, phase))
 

@@ -75,6 +75,11 @@ class InPlacePlacement:
         self._net *= _KEEP
         return self._move(_MOST if phase == "decode" else rows.size)
 
+    def worth(self) -> Values:
+        """[layers, experts], by the leading policy."""
+        found: Values = self._scores[self._leader]
+        return found
+
     def _record(self, rows: npt.NDArray[np.int64], used: Mask, phase: str) -> None:
         """Each row of a prompt counts as one visit, as if all rows used the same experts; a batch
         of decoded rows is one visit."""
