@@ -13,7 +13,8 @@ without early starts. batch: how many answers change in a batch, by precision. s
 seeded draws. kernels: against their twins. adapters: logits against torch, and greedy answers
 against transformers with merged weights. bank: the answers again with a quarter of the experts on
 the device, for every strategy. share: with a part of them computed by the CPU. prompts: the bits of
-prompts there. crash: the worker is killed in the middle of 8 streams.
+prompts there. crash: the worker is killed in the middle of 8 streams. slow: at least
+95% of a slow request's time is explained.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-from tests.cuda import adapters, answers, bank, crash, kernels, prompts, share
+from tests.cuda import adapters, answers, bank, crash, kernels, prompts, share, slow
 from tests.cuda.suite import run_here, run_in_processes, summary, wanted
 
 
@@ -43,6 +44,7 @@ def main() -> int:
     checks = [*kernels.checks(device), *answers.checks(device, options.prompts)]
     checks += [*adapters.checks(device), *bank.checks(device, options.prompts)]
     checks += [*share.checks(device), *prompts.checks(device), *crash.checks(device)]
+    checks += slow.checks(device)
     checks = wanted(checks, options.only)
     if options.list:
         print("\n".join(check.name for check in checks))

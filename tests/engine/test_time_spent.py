@@ -55,7 +55,8 @@ def spent_of(end: Finished) -> TimeSpent:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "capacity", "host"), [("lru", 3, "0"), ("cpu_only", 0, "10%"), ("adaptive", 6, "10%")]
+    ("strategy", "capacity", "host"),
+    [("lru", 3, "0"), ("cpu_only", 0, "10%"), ("adaptive", 6, "10%")],
 )
 def test_a_slow_disk_is_told(strategy: str, capacity: int, host: str) -> None:
     with served(strategy, capacity, host, READ_S) as engine:

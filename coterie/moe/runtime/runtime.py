@@ -175,6 +175,13 @@ class ExpertRuntime:
         """The same while experts are still read for the first time."""
         return None if self._banked is None else self._banked.loading_pool()
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether experts are still loaded that strategies want before the first request."""
+        if self._banked is not None:
+            return self._banked.fill is not None and not self._banked.fill.is_complete
+        return any(not load.done for load in self._start_loads)
+
     def wait_loaded(self) -> None:
         """Wait for all that is loaded at start."""
         if self._banked is not None:
