@@ -20,6 +20,7 @@ from coterie.kernels.expert_layout import ExpertLayout
 from coterie.models.build.moe import DeviceStep
 from coterie.moe.dispatch.base import StrategyContext
 from coterie.moe.dispatch.table import STRATEGIES, build_strategies
+from coterie.moe.planner import auto
 from coterie.moe.planner.auto import chooser
 from coterie.moe.runtime.banked import BankedExperts
 from coterie.moe.runtime.budget import TierNeeds, host_room
@@ -37,6 +38,7 @@ from coterie.moe.runtime.tiers import DeviceTier, HostTier
 from coterie.moe.runtime.usage import UsageTelemetry
 from coterie.moe.runtime.waiting_loads import WaitingLoads
 from coterie.moe.store.base import ExpertGeometry, Key
+from tests.helpers.moe.planner_cases import on_gpu
 from tests.helpers.moe.slot_simulator import COSTS
 
 CPU = torch.device("cpu")
@@ -313,8 +315,23 @@ def test_auto_is_adaptive_where_the_device_reads_from_ram(monkeypatch: pytest.Mo
     store, site = cast("Any", DrawnStore()), PlacementContext(torch.device("cuda"))
     free = int(GEOMETRY.total * 4096 / 2 / 0.8)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, free))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "made-up")
+    monkeypatch.setattr(auto, "profile_name", lambda store, target: "p")
     chosen = chooser(store, MoeSettings(), site)
     assert chosen == MoeSettings(strategy="adaptive")
+    # measured, so that the planner is asked
+    known, asked = on_gpu().machine, []
+
+    def choose(*given: Any) -> str:
+        asked.append(given)
+        return "lru"
+
+    monkeypatch.setattr(auto, "load", lambda identity: known)
+    monkeypatch.setattr(auto, "choose_in_place", choose)
+    assert chooser(store, MoeSettings(), site) == MoeSettings(strategy="lru")
+    [(case, division)] = asked
+    assert case.profile == "p" and case.model.geometry == GEOMETRY
+    assert division.settings == MoeSettings() and not division.needs.one_memory
     room = allocation_for(store, chosen, site)
     assert reads_in_place(store, chosen, site, room)
     few = MoeSettings(strategy="adaptive", host_budget="50%")

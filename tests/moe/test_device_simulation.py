@@ -12,8 +12,6 @@ from coterie.core.moe import MoeSettings
 from coterie.moe.dispatch.table import STRATEGIES
 from coterie.moe.planner import machine as machine_file
 from coterie.moe.planner.advice import advise, with_smaller_experts
-from coterie.moe.planner.cost_curve import CostCurve
-from coterie.moe.planner.device_path import DevicePath
 from coterie.moe.planner.machine import Machine
 from coterie.moe.planner.plan import (
     MemoryDivision,
@@ -29,25 +27,7 @@ from coterie.moe.planner.workload import Workload, workload_from_heatmap
 from coterie.moe.runtime.budget import ExpertSizes, TierSlots
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.store.base import ExpertGeometry
-from tests.helpers.moe.planner_cases import GEOMETRY, MB, case, needs, skewed
-
-# records of 10 MB; a layer takes 0.1 ms, each missing expert 1 ms
-PATH = DevicePath(
-    kind="bf16",
-    record_bytes=10 * MB,
-    copy_bytes_s=20e9,
-    read_bytes_s=5e9,
-    cpu_bytes_s=5e9,
-    decode_layer=CostCurve((1,), (1e-4,)),
-    prompt_layer=CostCurve((64,), (1e-3,)),
-    rest_s=1e-4,
-    missing=CostCurve((1, 2), (1e-3, 2e-3)),
-)
-
-
-def on_gpu(load: Workload | None = None, path: DevicePath = PATH) -> PlanCase:
-    made = case("gpu", load, device_paths={"p": path}, device_bytes_s=1e12)
-    return replace(made, model=replace(made.model, kind="bf16"))
+from tests.helpers.moe.planner_cases import GEOMETRY, MB, PATH, case, needs, on_gpu, skewed
 
 
 def way(share: str, host: str = "100%", free: int = 4000 * MB) -> MemoryDivision:

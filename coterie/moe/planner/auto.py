@@ -77,8 +77,7 @@ def _strategy_in_place(store: ExpertStore, settings: MoeSettings, site: Placemen
     and the planner expects clearly more of it."""
     target = _target(site)
     machine = load(identity(target))
-    name = profile_name(store, target)
-    if machine is None or name not in machine.device_paths or name not in machine.profiles:
+    if machine is None or profile_name(store, target) not in machine.device_paths:
         return "adaptive"
     best = choose_in_place(_case(store, site, machine), divisions(settings, needs_of((), site))[0])
     _log.info("strategy %s: kernels read over the link what has no slot", best)

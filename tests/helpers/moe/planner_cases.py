@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
 from coterie.moe.planner.cost_curve import CostCurve
+from coterie.moe.planner.device_path import DevicePath
 from coterie.moe.planner.machine import (
     BackboneTimes,
     Machine,
@@ -22,6 +24,18 @@ from coterie.moe.store.base import ExpertGeometry
 
 MB = 10**6
 GEOMETRY = ExpertGeometry((0, 1, 2, 3), 16, 2)
+# records of 10 MB; a layer takes 0.1 ms, each missing expert 1 ms
+PATH = DevicePath(
+    kind="bf16",
+    record_bytes=10 * MB,
+    copy_bytes_s=20e9,
+    read_bytes_s=5e9,
+    cpu_bytes_s=5e9,
+    decode_layer=CostCurve((1,), (1e-4,)),
+    prompt_layer=CostCurve((64,), (1e-3,)),
+    rest_s=1e-4,
+    missing=CostCurve((1, 2), (1e-3, 2e-3)),
+)
 
 
 def machine(device: str = "cpu", **changes: object) -> Machine:
@@ -58,6 +72,11 @@ def case(device: str = "cpu", load: Workload | None = None, **changes: object) -
     backbone = BackboneTimes(CostCurve((1, 64), (5e-3, 20e-3)))
     subject = PlannedModel(GEOMETRY, sizes, 20 * MB, 1000, context=1000, backbone=backbone)
     return PlanCase(subject, machine(device, **changes), "p", load or skewed())
+
+
+def on_gpu(load: Workload | None = None, path: DevicePath = PATH) -> PlanCase:
+    made = case("gpu", load, device_paths={"p": path}, device_bytes_s=1e12)
+    return replace(made, model=replace(made.model, kind="bf16"))
 
 
 def needs(free: int = 4000 * MB, *, one_memory: bool = True, kv_bytes: int = MB) -> TierNeeds:
