@@ -43,7 +43,7 @@ LINES = 12
 
 
 @dataclass
-class Sample:
+class GrowthSample:
     """At one moment: seconds, tokens so far, slabs and memory."""
 
     second: float
@@ -58,8 +58,8 @@ class Sample:
 
 
 @dataclass
-class Growth:
-    samples: list[Sample] = field(default_factory=list)
+class GrowthRun:
+    samples: list[GrowthSample] = field(default_factory=list)
     requests: int = 0
     failed: list[str] = field(default_factory=list)
 
@@ -91,9 +91,9 @@ def prompt_length(second: float, cycle: float, longest: int) -> int:
 
 def grow(
     model: CausalLM, engine: Engine, trade: MemoryTrade, options: argparse.Namespace
-) -> Growth:
+) -> GrowthRun:
     """Run the clients for a time."""
-    found, clients = Growth(), Streams(engine)
+    found, clients = GrowthRun(), Streams(engine)
     begin, told, done = time.perf_counter(), 0.0, 0
     running: list[Stream] = []
     while (second := time.perf_counter() - begin) < options.seconds:
@@ -116,11 +116,11 @@ def grow(
     return found
 
 
-def _sample(model: CausalLM, trade: MemoryTrade, second: float, tokens: int) -> Sample:
+def _sample(model: CausalLM, trade: MemoryTrade, second: float, tokens: int) -> GrowthSample:
     total = cast(ExpertRuntime, model.experts).telemetry.total()
     hits = total.device_hits + total.prefetch_hits
     cuda = model.device.type == "cuda"
-    return Sample(
+    return GrowthSample(
         second,
         tokens,
         len(trade.lent),
@@ -139,7 +139,7 @@ def _resident_bytes() -> int:
     return int(words[1]) * resource.getpagesize()
 
 
-def lines(samples: list[Sample]) -> list[str]:
+def lines(samples: list[GrowthSample]) -> list[str]:
     told = []
     count = min(LINES, len(samples) - 1)
     for number in range(count):
@@ -155,7 +155,7 @@ def lines(samples: list[Sample]) -> list[str]:
     return told
 
 
-def judge(found: Growth, trade: MemoryTrade, budget: int) -> dict[str, Any]:
+def judge(found: GrowthRun, trade: MemoryTrade, budget: int) -> dict[str, Any]:
     """The figures, and what is wrong with them. `budget`: of the device's memory, 0 = none."""
     samples, failed = found.samples, found.failed
     warm = [each for each in samples if each.second <= WARM * samples[-1].second] or samples[:1]
