@@ -343,9 +343,11 @@ def make_model(
     backend: str | None = None,
     dispatch: MoeSettings | None = None,
     skewed: bool = False,
+    own_kv: int | None = None,
 ) -> CausalLM:
     """`experts`: their precision, if it is not that of the rest. All of them are resident, unless
-    `dispatch` says where they are. `skewed`: gates prefer some experts, about as Zipf's law."""
+    `dispatch` says where they are. `skewed`: gates prefer some experts, about as Zipf's law.
+    `own_kv`: with elastic memory, bytes that KV always has, by default one full context."""
 
     def open_runtime(wanted: MoeRequirements) -> ExpertRuntime:
         geometry = wanted.geometry()
@@ -354,7 +356,8 @@ def make_model(
         settings = dispatch or MoeSettings(
             strategy="persistent", cache_capacity=geometry.total, warmup="none", predict="off"
         )
-        opened = open_experts(store, settings, device=wanted.device, kv_bytes=wanted.kv_bytes)
+        kv, nbytes = wanted.shared_kv(settings, wanted.kv_bytes if own_kv is None else own_kv)
+        opened = open_experts(store, settings, device=wanted.device, kv_bytes=nbytes, kv=kv)
         opened.wait_loaded()
         return opened
 

@@ -361,6 +361,9 @@ class KVSpace:
         self._places: NDArray[np.int32] | None = None
         if trade is not None:
             self._places = trade.first_cells
+            # by a cache that is not used any more
+            for slab in sorted(trade.lent):
+                trade.give_back(slab)
             self.pool.remove(range(trade.layout.kv.own, config.num_blocks))
             self.cache.lent = LentBlocks(trade, self.pool)
 

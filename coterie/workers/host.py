@@ -19,7 +19,7 @@ from coterie.adapters.files import AdapterLibrary
 from coterie.adapters.pool import AdapterPool
 from coterie.adapters.residency import AdapterSlab
 from coterie.core.errors import ConfigError, CoterieError
-from coterie.core.lane import LaneConfig
+from coterie.core.lane import BLOCK_SIZE, LaneConfig
 from coterie.core.moe import AUTOMATIC, MoeResidency, MoeSettings
 from coterie.core.sampling import GENERATION_FIELDS
 from coterie.engine.engine import Engine
@@ -152,10 +152,8 @@ def _build(spec: WorkerSpec, progress: Progress | None) -> EngineHost:
 
 
 def _elastic_block_size(spec: WorkerSpec) -> int:
-    """Of the lane whose KV shares memory with experts; 0: none does."""
-    if not spec.dispatch.elastic_memory:
-        return 0
-    if len(spec.lanes) > 1:
+    """Of the lane whose KV shares memory with experts, if one does. Refuses several."""
+    if spec.dispatch.elastic_memory and len(spec.lanes) > 1:
         names = ", ".join(lane.name for lane in spec.lanes)
         raise ConfigError(
             f"elastic_memory serves one specialist of an engine, not {names}: give each its own "
@@ -432,18 +430,15 @@ class MoeHost:
     ) -> None:
         self._model, self._settings, self._kv_bytes = model, settings, kv_bytes
         self._graph_bytes = graph_bytes
-        # of the KV that shares memory with experts; 0: none does
-        self.block_size = 0
+        # of the KV that shares memory with experts
+        self.block_size = BLOCK_SIZE
         self._heatmap: HeatmapFile | None = None
         self.runtime: ExpertRuntime | None = None
 
     def open(self, requirements: MoeRequirements) -> ExpertRuntime:
         settings = self._settings
         store = store_of(requirements, settings.reads)
-        kv, nbytes = None, self._kv_bytes
-        if self.block_size:
-            kv = requirements.kv_blocks(self.block_size, self._kv_bytes)
-            nbytes = kv.nbytes
+        kv, nbytes = requirements.shared_kv(settings, self._kv_bytes, self.block_size)
         try:
             known = self._known(store.geometry, store.lineage)
             runtime = open_experts(

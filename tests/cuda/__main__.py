@@ -13,8 +13,9 @@ without early starts. batch: how many answers change in a batch, by precision. s
 seeded draws. kernels: against their twins. adapters: logits against torch, and greedy answers
 against transformers with merged weights. bank: the answers again with a quarter of the experts on
 the device, for every strategy. share: with a part of them computed by the CPU. prompts: the bits of
-prompts there. crash: the worker is killed in the middle of 8 streams. slow: at least
-95% of a slow request's time is explained.
+prompts there. crash: the worker is killed in the middle of 8 streams. slow: at least 95% of a slow
+request's time is explained. elastic: the answers while KV and experts trade memory, `--seconds` of
+it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-from tests.cuda import adapters, answers, bank, crash, kernels, prompts, share, slow
+from tests.cuda import adapters, answers, bank, crash, elastic, kernels, prompts, share, slow
 from tests.cuda.suite import run_here, run_in_processes, summary, wanted
 
 
@@ -44,7 +45,7 @@ def main() -> int:
     checks = [*kernels.checks(device), *answers.checks(device, options.prompts)]
     checks += [*adapters.checks(device), *bank.checks(device, options.prompts)]
     checks += [*share.checks(device), *prompts.checks(device), *crash.checks(device)]
-    checks += slow.checks(device)
+    checks += [*slow.checks(device), *elastic.checks(device, options.prompts, options.seconds)]
     checks = wanted(checks, options.only)
     if options.list:
         print("\n".join(check.name for check in checks))
@@ -54,7 +55,7 @@ def main() -> int:
     elif device == "cuda":
         print(f"{torch.cuda.get_device_name()}; torch {torch.__version__}", flush=True)
         again = [word for name in options.only for word in ("--only", name)]
-        again += ["--prompts", str(options.prompts)]
+        again += ["--prompts", str(options.prompts), "--seconds", str(options.seconds)]
         counts = run_in_processes(checks, options.jobs, again)
         return summary(counts, time.perf_counter() - begin)
     return summary(run_here(checks), time.perf_counter() - begin)
@@ -69,6 +70,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="print the names")
     parser.add_argument("--prompts", type=int, default=20, help="of each model")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of growing contexts")
     parser.add_argument("--jobs", type=int, default=6, help="groups of checks at one time, on CUDA")
     parser.add_argument("--group", help="run this group in this process")
     return parser.parse_args()

@@ -203,7 +203,7 @@ def test_every_step_reads_every_experts_own_bytes(text: str, num_slots: int) -> 
     ],
 )
 def test_slots_that_others_use_for_a_while_are_read_from_the_bank(text: str) -> None:
-    """Withdrawn slots are overwritten at once, as KV would; nothing may write them, or read them."""
+    """Withdrawn slots are overwritten at once, as KV would; nothing may write or read them."""
     rng, others = random.Random(7), [3, 4, 6]
     with experts_beside(text, 8) as (store, banked, parts):
         held: list[int] = []

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import WeightsError
+from coterie.core.lane import BLOCK_SIZE
 from coterie.kernels.batch import AttentionBatch, split_batch
 from coterie.kernels.cpu import abi
 from coterie.kernels.cpu.expert_mlp import expert_shape
@@ -443,13 +444,19 @@ class MoeRequirements:
     kv_plane_bytes: int
     kv_planes: int
 
-    def kv_blocks(self, block_size: int, kv_bytes: int) -> KvBlocks:
-        """KV that shares the device's memory with experts: its own part has so many bytes."""
+    def shared_kv(
+        self, settings: MoeSettings, own_bytes: int, block_size: int = BLOCK_SIZE
+    ) -> tuple[KvBlocks | None, int]:
+        """The KV that shares the device's memory with experts, where it does, and what is reserved
+        before experts: `own_bytes`, which no expert gets, and what aligns them."""
         from coterie.moe.runtime.slabs import KvBlocks
 
+        if not settings.elastic_memory:
+            return None, own_bytes
         cell = self.kv_plane_bytes * block_size
-        own = kv_bytes // (cell * self.kv_planes)
-        return KvBlocks(cell, self.kv_planes, block_size, own)
+        own = own_bytes // (cell * self.kv_planes)
+        kv = KvBlocks(cell, self.kv_planes, block_size, own)
+        return kv, kv.nbytes
 
     def geometry(self) -> ExpertGeometry:
         return _geometry(self.moe)
@@ -467,16 +474,12 @@ def moe_factory(dispatch: MoeSettings | None, own_kv: int | None = None) -> MoeF
     with elastic memory, the bytes that KV always has, by default one full context."""
 
     def opened(wanted: MoeRequirements) -> MoeExperts:
-        from coterie.core.lane import BLOCK_SIZE
         from coterie.core.moe import MoeSettings
         from coterie.moe.runtime.runtime import open_experts
 
         settings = dispatch or MoeSettings()
         store = store_of(wanted, settings.reads)
-        kv, nbytes = None, wanted.kv_bytes
-        if settings.elastic_memory:
-            kv = wanted.kv_blocks(BLOCK_SIZE, nbytes if own_kv is None else own_kv)
-            nbytes = kv.nbytes
+        kv, nbytes = wanted.shared_kv(settings, wanted.kv_bytes if own_kv is None else own_kv)
         return open_experts(store, settings, device=wanted.device, kv_bytes=nbytes, kv=kv)
 
     return opened
