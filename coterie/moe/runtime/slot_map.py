@@ -47,6 +47,10 @@ class SlotMap:
     def free(self) -> int:
         return len(self._free)
 
+    def free_slots(self) -> list[int]:
+        """The last of them is the next one that `place` gives."""
+        return list(self._free)
+
     def keys(self) -> KeysView[Key]:
         return self._slots.keys()
 
