@@ -257,6 +257,9 @@ class SkewedBench:
         # every copy is one hit of the bank beside those of the misses
         copies = max(0.0, counts["host_hits"] - misses) if self._bank is not None else 0.0
         copied = copies * self._store.slot_bytes
+        if runtime._banked is not None and runtime._banked._victims is not None:
+            # the step copies what it misses, and reads nothing else
+            copied = counts["moved_bytes"]
         share = runtime.report()["cpu_share"]
         return Counted(
             strategy, runtime.parts.strategy, runtime.parts.device.num_slots,
@@ -346,7 +349,8 @@ def _replay(
     for name in STRATEGIES:
         own = decodes_as(name, geometry, slots)
         few = chosen[: warm + 16] if own == "chunked" else chosen
-        counts = replay_bank(own, geometry, few, slots, warm, bench.heatmap)
+        inside = own in ("lru", "active_only")
+        counts = replay_bank(own, geometry, few, slots, warm, bench.heatmap, in_kernel=inside)
         for row in rows:
             if row["strategy"] == name:
                 row["replayed"] = counts.hit_rate

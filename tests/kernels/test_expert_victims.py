@@ -63,9 +63,7 @@ class Run:
             begin = int(bank[number]) * 16
             self.arena[begin : begin + RECORD_BYTES] = record
         places, tiers = bank.clone(), torch.ones(total, dtype=torch.int8)
-        self.victims = StepVictims(
-            self.strategy, places, tiers, bank, SLOT_UNITS, RECORD_BYTES, max_pairs=8
-        )
+        self.victims = StepVictims(self.strategy, places, tiers, bank, SLOT_UNITS, RECORD_BYTES)
         # an earlier time has filled some slots
         for key in self.geometry.keys()[2 : 2 + self.draw.randrange(count + 1)]:
             if self.slots.free():
@@ -129,9 +127,9 @@ class Run:
             key: Any = self.slots.key_at(slot)
             wrong += (-1 if key is None else self.number(key)) != number
         in_order = [self.number(key) for key in self.slots.by_age()]
-        used = sorted((stamp, key) for stamp, key in
-                      zip(state.stamps.tolist(), state.keys.tolist(), strict=True) if key >= 0)  # fmt: skip
-        return wrong + ([key for _, key in used] != in_order)
+        both = zip(state.stamps.tolist(), state.keys.tolist(), strict=True)
+        used = [key for _, key in sorted(both) if key >= 0]
+        return wrong + (used != in_order)
 
 
 @pytest.mark.parametrize("buffers", [0, 64])

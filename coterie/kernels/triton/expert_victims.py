@@ -29,8 +29,9 @@ _UNIT_WORDS = tl.constexpr(UNIT_BYTES // 4)
 _TILE_WORDS = 4096
 # programs that copy one record
 _PARTS = 32
-# words of `counts`: rows that count, free slots, copies of this layer
-LIVE, FREE, COPIES = 0, 1, 2
+# words of `counts`: rows that count, free slots, copies of the last layer, steps so far
+LIVE, FREE, COPIES, STEPS = 0, 1, 2, 3
+COUNT_WORDS = 4
 _LIVE, _FREE, _COPIES = (tl.constexpr(n) for n in range(3))
 
 
@@ -48,7 +49,7 @@ class VictimState:
     keys: Tensor
     stamps: Tensor
     free: Tensor
-    # [1]: the last time, and [4]: LIVE, FREE, COPIES
+    # [1]: the last time; and [COUNT_WORDS]
     clock: Tensor
     counts: Tensor
     # active_only: the buffer of each layer, and slots of each buffer: its share, and those in use
@@ -178,6 +179,13 @@ def _fetch(
             word = first + tile * TILE + tl.arange(0, TILE)
             inside = word < WORDS
             tl.store(target + word, tl.load(source + word, mask=inside, other=0), mask=inside)
+
+
+def begin(state: VictimState, slots: Tensor) -> None:
+    """A step begins; of its rows those count whose KV `slots` [T] are not -1."""
+    live = (slots >= 0).sum(dtype=torch.int32)
+    state.counts[LIVE].copy_(live)
+    state.counts[STEPS].add_((live > 0).int())
 
 
 def place(state: VictimState, ids: Tensor, chosen: Tensor, row: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,12 +20,14 @@ from torch import Tensor
 from coterie.kernels.device_record import UNIT_BYTES, DeviceRecord
 
 if TYPE_CHECKING:
+    from coterie.kernels.batch import AttentionBatch
     from coterie.kernels.cpu.expert_mlp import RecordTable
     from coterie.kernels.expert_layout import ExpertLayout
     from coterie.moe.runtime.cpu_share import CpuShare
     from coterie.moe.runtime.host_bank import HostBank
     from coterie.moe.runtime.layer_stream import LayerStream
     from coterie.moe.runtime.tiers import DeviceTier
+    from coterie.moe.runtime.victims import StepVictims
     from coterie.moe.store.base import ExpertGeometry, Key
 
 # tiers of the table
@@ -62,11 +64,23 @@ class DevicePool:
     share: CpuShare | None = None
     # copies what is in no slot, layer by layer, while the step runs
     stream: LayerStream | None = None
+    # brings what a step misses to slots, inside the step
+    victims: StepVictims | None = None
 
     @property
     def is_whole(self) -> bool:
         """Whether every expert is on the device."""
         return self.slot_bytes is not None
+
+    def of_step(self, batch: AttentionBatch) -> DevicePool:
+        """For a step that is enqueued now."""
+        if self.victims is None:
+            return self
+        if not self.victims.takes(batch):
+            return replace(self, victims=None)
+        self.victims.begin(batch)
+        # nothing is left for the CPU
+        return replace(self, share=None)
 
     def layer(self, row: int) -> AbstractContextManager[None]:
         """What is enqueued inside reads the experts of the layer with experts number `row`."""
@@ -101,6 +115,10 @@ class PlaceTable:
         self.places = words[: 8 * count].view(torch.int64).view(shape)
         self.tiers = words[8 * count :].view(torch.int8).view(shape)
         self.send()
+
+    def in_bank(self) -> Tensor:
+        """On the device, [layers * experts]: where each expert is in the bank."""
+        return torch.from_numpy(self._in_bank).reshape(-1).to(self.places.device)
 
     def to_slot(self, key: Key, slot: int) -> None:
         self._in_slots[self._rows[key[0]], key[1]] = slot * self._slot_units
