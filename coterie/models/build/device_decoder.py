@@ -583,7 +583,7 @@ class DeviceDecoder:
             x, layer.norm, self._shape.eps, self._gates[index], rule, penalty, own.places,
             self._gate_scratch, chosen, early,
         )  # fmt: skip
-        early = early and not place_missing(pool, row, chosen)
+        early = not place_missing(pool, row, chosen) and early
         sizes, inner = pair_sizes(own.record), own.record.intermediate
         share, taken = layer_share(pool, row, len(x)), None
         if share is not None:
