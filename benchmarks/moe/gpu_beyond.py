@@ -34,7 +34,7 @@ from coterie.core.moe import MoeSettings
 from coterie.models.base import CausalLM
 from coterie.moe.runtime.runtime import ExpertRuntime
 
-SHARES = ("0", "10", "25", "50")
+SHARES = ("0", "5", "10", "25", "50")
 # a device of this size, for which transformers with accelerate was measured
 SMALL, SMALL_BYTES = "16GB", 16 * 10**9
 # of a step of 8,192 rows, beside weights, KV and experts

@@ -215,6 +215,8 @@ class CausalLM:
         are."""
         if pool is None and self._moe is not None:
             pool = self._moe.pool
+        if pool is not None:
+            pool = pool.of_step(batch)
         whole = self.device_decoder
         if whole is not None and whole.takes(batch, pool):
             logits, routed = whole.run(token_ids, batch, kv, rows, pool)

@@ -3,7 +3,8 @@
 greedy: every strategy gives transformers' tokens in fp32, captured and eager, alone and in batches.
 bits: decode logits equal those with all experts resident, bit for bit, where the same kernels run.
 race: experts of megabytes, moved beside steps that are launched ahead, give the same tokens as all
-resident. memory: the peak stays inside the budget.
+resident. once: what lru and active_only miss crosses the link once, and the host knows the device's
+slots. memory: the peak stays inside the budget.
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ def checks(device: str, prompts: int) -> Iterator[Check]:
         yield Check(f"bank {name}", f"bank/{name}/bits", _freed(call))
     for strategy in RACING:
         yield Check("bank race", f"bank/race/{strategy}", _freed(partial(_race, device, strategy)))
+    for strategy in ("lru", "active_only"):
+        call = partial(_crosses_once, device, strategy)
+        yield Check("bank once", f"bank/once/{strategy}", _freed(call))
     yield Check("bank memory", "bank/memory", _freed(partial(_memory, device)))
 
 
@@ -204,6 +208,45 @@ def _race(device: str, strategy: str) -> str:
     differ = sum(a != b for a, b in zip(got, want, strict=True))
     assert not differ, f"{differ} of {len(want)} answers differ"
     return f"{len(want)} answers; {moved / 1e9:.1f} GB moved, {evicted} evictions, {swaps} swaps"
+
+
+def _crosses_once(device: str, strategy: str) -> str:
+    """One stream, then four: bytes over the link are those of the misses, once."""
+    if device != "cuda":
+        raise NotHere("needs CUDA")
+    from benchmarks.gpu_runs import SAMPLED, Streams, make_engine, tokenizer_of
+    from benchmarks.random_models import make_prompts
+
+    model, told = _large(_settings(LARGE["num_hidden_layers"] * LARGE["num_experts"], strategy)), []
+    try:
+        runtime = _runtime(model)
+        banked = runtime._banked
+        assert banked is not None and banked._victims is not None, "the host decides"
+        for count in (1, 4):
+            engine = make_engine(model, tokenizer_of(model.spec.vocab), count, 160)
+            streams = Streams(engine)
+            for ids in make_prompts(model.spec.vocab, [12] * count, seed=count):
+                streams.send(ids, 96, replace(SAMPLED, seed=0))
+            while not all(len(stream.tokens) > 2 for stream in streams.all):
+                streams.step()
+            before = runtime.telemetry.total().as_dict()
+            streams.drain()
+            after = runtime.telemetry.total().as_dict()
+            spent = {name: after[name] - before[name] for name in after}
+            record = int(banked._record_bytes[0])
+            assert spent["device_misses"] > 50, "nothing was missed"
+            assert spent["moved_bytes"] == spent["device_misses"] * record, "not once"
+            runtime.check()
+            victims, width = banked._victims, runtime.geometry.num_experts
+            for slot, key in enumerate(victims.state.keys.tolist()):
+                own = None if key < 0 else (runtime.geometry.layers[key // width], key % width)
+                assert own == runtime.parts.slots.key_at(slot), f"slot {slot}: {own}"
+            assert bool((banked._table.known() == banked.pool.places.cpu().numpy()).all())
+            hits = spent["device_hits"] / (spent["device_hits"] + spent["device_misses"])
+            told.append(f"{count} streams {hits:.0%} hits, {spent['moved_bytes'] / 1e9:.2f} GB")
+    finally:
+        model.close()
+    return "; ".join(told)
 
 
 def _memory(device: str) -> str:

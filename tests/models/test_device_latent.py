@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -37,6 +38,8 @@ STEPS: dict[str, list[tuple[int, ...]]] = {
 CASES = [f"{model}/{steps}" for model in MODELS for steps in STEPS]
 CASES += ["plain/mixed by torch", "plain/one in order", "whole prompt"]
 CASES += ["plain/mixed in pieces"]
+# three slots, and every other expert in the bank
+CASES += ["plain/one placed", "plain/mixed placed"]
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +107,7 @@ def expert_pool(checkpoint: Any, spec: Any) -> Any:
     from coterie.kernels.cpu.expert_record import pack_record
     from coterie.kernels.device_record import UNIT_BYTES, arrange, device_record
     from coterie.kernels.expert_layout import ExpertLayout
+    from coterie.moe.runtime.device_pool import DevicePool
     from coterie.weights.quantize import DenseWeight, dense
 
     moe = spec.moe
@@ -123,7 +127,33 @@ def expert_pool(checkpoint: Any, spec: Any) -> Any:
             arrange(layout, record, arena[begin : begin + size])
     records = dict.fromkeys(moe.layers, device_record(layout))
     places = slots * (size // UNIT_BYTES)
-    return SimpleNamespace(arena=arena, slot_bytes=size, places=places, records=records)
+    return DevicePool(
+        arena, size, places, torch.zeros(places.shape, dtype=torch.int8), records, cast(Any, None)
+    )
+
+
+def placing_pool(pool: Any, moe: Any, text: str = "lru", slots: int = 3) -> Any:
+    """The same experts behind a few slots, to which steps bring what they miss."""
+    from coterie.moe.dispatch.base import StrategyContext
+    from coterie.moe.dispatch.table import STRATEGIES
+    from coterie.moe.runtime.slot_map import SlotMap
+    from coterie.moe.runtime.victims import StepVictims
+    from coterie.moe.store.base import ExpertGeometry
+    from tests.helpers.moe.slot_simulator import COSTS
+
+    geometry = ExpertGeometry(tuple(moe.layers), moe.num_experts, moe.gate_rule.top_k)
+    context = StrategyContext(geometry, SlotMap(slots), None, COSTS, in_place=True)
+    units = pool.slot_bytes // 16
+    arena = torch.cat((torch.zeros(slots * pool.slot_bytes, dtype=torch.uint8), pool.arena))
+    places, tiers = pool.places + slots * units, torch.ones_like(pool.tiers)
+    record = pool.records[geometry.layers[0]].nbytes
+    bank, flat = places.flatten().clone(), (places.view(-1), tiers.view(-1))
+    victims = StepVictims(STRATEGIES[text](context), *flat, bank, units, record)
+    victims.send()
+    return replace(
+        pool, arena=arena, slot_bytes=None, places=places, tiers=tiers, bank=cast(Any, bank),
+        victims=victims,
+    )  # fmt: skip
 
 
 def steps_error(models: Any, steps: list[tuple[int, ...]]) -> float:
@@ -133,7 +163,7 @@ def steps_error(models: Any, steps: list[tuple[int, ...]]) -> float:
     model, decoder, pool = models
 
     def forward(ids: Any, batch: Any, kv: Any, rows: Any) -> Any:
-        return decoder.run(ids, batch, kv, rows, pool)[0]
+        return decoder.run(ids, batch, kv, rows, pool.of_step(batch))[0]
 
     mine = SimpleNamespace(
         spec=model.spec, device=model.device, kv_dtype=model.kv_dtype, kv_shape=model.kv_shape,
@@ -209,6 +239,13 @@ def error_of(case: str, models: Any) -> float:
     steps, _, how = case.partition("/")[2].partition(" ")
     if how == "in pieces":
         return pieces_error(models)
+    if how == "placed":
+        pool = placing_pool(models[2], models[0].spec.moe)
+        worst = steps_error((*models[:2], pool), STEPS[steps])
+        counts = pool.victims.state.counts.tolist()
+        # the steps in which every sequence had one row
+        assert counts[3] == sum(set(step) == {1} for step in STEPS[steps]) and counts[1] < 3
+        return worst
     if how == "by torch":
         with patch.object(device_latent, "FUSED_ROWS", 0):
             return steps_error(models, STEPS[steps])

@@ -245,6 +245,83 @@ def test_lru_keeps_the_last_used_and_counts_what_the_link_carries() -> None:
             banked._telemetry.end_step()
 
 
+def placed_step(banked: BankedExperts, rng: random.Random, live: int) -> StepDemands:
+    """What the device does in a decode step of two rows, of which `live` count, by the plain twin
+    of its kernels."""
+    from coterie.kernels.triton import expert_victims
+
+    victims, pool = banked._victims, banked.pool
+    assert victims is not None
+    rows = np.zeros((len(GEOMETRY.layers), GEOMETRY.num_experts), dtype=np.int64)
+    expert_victims.begin(victims.state, torch.tensor([7, 8 if live == 2 else -1]))
+    for row, layer in enumerate(GEOMETRY.layers):
+        ids = [rng.sample(GEOMETRY.present(layer), GEOMETRY.top_k) for _ in range(2)]
+        for expert in (expert for own in ids[:live] for expert in own):
+            rows[row, expert] += 1
+        for number, slot in expert_victims.place_torch(victims.state, torch.tensor(ids), row):
+            begin = int(victims.state.bank[number]) * UNIT_BYTES + pool.arena.data_ptr()
+            record = ctypes.string_at(begin, RECORD.nbytes)
+            own = pool.arena[slot * 4096 : slot * 4096 + RECORD.nbytes]
+            own.copy_(torch.frombuffer(bytearray(record), dtype=torch.uint8))
+    return StepDemands(rows, None, "decode", int(victims.step_launched()[-1]))
+
+
+@pytest.mark.parametrize("num_slots", [2, 5, 11])
+@pytest.mark.parametrize("text", ["lru", "active_only", "lru+active_only"])
+def test_the_host_follows_what_the_device_places_in_its_steps(text: str, num_slots: int) -> None:
+    pytest.importorskip("triton")
+    rng = random.Random()
+    with experts_beside(text, num_slots) as (store, banked, parts):
+        banked._place_in_steps()
+        ahead: list[tuple[ResidentExperts, StepDemands]] = []
+        for number in range(60):
+            launched = banked.pool.experts
+            if number % 13 == 5:
+                banked.record(launched, drawn_step(rng, "prefill"), 0.01)
+            ahead.append((launched, placed_step(banked, rng, rng.choice((1, 2)))))
+            if number % 17 == 16:
+                # a step that nobody counts, and one that needs the table now
+                ahead.pop()
+            elif number % 23 == 22:
+                banked._read_slots()
+            assert not wrong_experts(store, banked), number
+            if len(ahead) > 1:
+                banked.record(*ahead.pop(0), 0.01)
+        for step in ahead:
+            banked.record(*step, 0.01)
+        victims = banked._victims
+        assert victims is not None and victims.followed == 60
+        width, keys = GEOMETRY.num_experts, victims.state.keys.tolist()
+        for slot, key in enumerate(keys):
+            own = None if key < 0 else (GEOMETRY.layers[key // width], key % width)
+            assert own == parts.slots.key_at(slot) == parts.device.key_at(slot)
+        assert (banked._table.known() == banked.pool.places.numpy()).all()
+        assert int(banked.pool.experts.on_device.sum()) == len(parts.slots.keys())
+        parts.device.check()
+
+
+def test_what_the_device_places_crosses_the_link_once() -> None:
+    pytest.importorskip("triton")
+    rng = random.Random(5)
+    with experts_beside("lru", 5) as (_, banked, parts):
+        banked._place_in_steps()
+        for _ in range(30):
+            banked.record(banked.pool.experts, placed_step(banked, rng, 2), 0.01)
+        total = banked._telemetry.total()
+        assert total.device_misses > 50 and total.device_hits > 10
+        assert total.moved_bytes == total.device_misses * RECORD.nbytes
+        assert total.host_hits == total.device_misses and total.host_runs == 0
+        assert sum(parts.device.evictions.values()) > 30
+
+
+def test_pins_and_other_rules_are_left_to_the_host() -> None:
+    pytest.importorskip("triton")
+    for text in ("hot_cached_static+lru", "static_pin", "adaptive", "chunked"):
+        with experts_beside(text, 5) as (_, banked, _):
+            banked._place_in_steps()
+            assert banked._victims is None and banked.pool.victims is None
+
+
 def test_chunked_copies_every_layer_again() -> None:
     with experts_beside("chunked", 4) as (store, banked, _):
         banked.record(banked.pool.experts, drawn_step(random.Random(1), "decode"), 0.1)

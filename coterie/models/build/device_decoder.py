@@ -61,6 +61,7 @@ from coterie.models.build.device_moe import (
     new_choices,
     new_scratch,
     pair_rows,
+    place_missing,
     routed_rows,
     with_shared,
 )
@@ -330,14 +331,16 @@ class DeviceDecoder:
         logits = _wide_product(normed, self._gates[index])
         penalty = moe.gate.penalty(hidden.device)
         expert_gemv.choose(logits, moe.gate.rule, penalty, own.places, chosen)
-        share = layer_share(pool, row, len(normed))
+        share, placed = layer_share(pool, row, len(normed)), place_missing(pool, row, chosen)
         if not isinstance(moe.shared, GatedMlp):
             with pool.layer(row, chosen.ids):
-                add_experts(normed, chosen, own, hidden, scratch, pool.slot_bytes, norm, share)
+                slot = pool.slot_bytes
+                add_experts(normed, chosen, own, hidden, scratch, slot, norm, share, placed)
             return
         delta = moe.shared.down(silu_mul(moe.shared.gate_up(normed)))
         with pool.layer(row, chosen.ids):
-            add_experts(normed, chosen, own, hidden, scratch, pool.slot_bytes, share=share)
+            slot = pool.slot_bytes
+            add_experts(normed, chosen, own, hidden, scratch, slot, None, share, placed)
         if norm is None:
             hidden.add_(delta)
         else:
@@ -580,6 +583,7 @@ class DeviceDecoder:
             x, layer.norm, self._shape.eps, self._gates[index], rule, penalty, own.places,
             self._gate_scratch, chosen, early,
         )  # fmt: skip
+        early = not place_missing(pool, row, chosen) and early
         sizes, inner = pair_sizes(own.record), own.record.intermediate
         share, taken = layer_share(pool, row, len(x)), None
         if share is not None:

@@ -55,10 +55,13 @@ class DeviceMoeStack:
             rows = layer.before(hidden)
             own, chosen = layer_pool(pool, row, layer.index), routed_rows(routed[row])
             _choose(rows, layer.gate, own.places, chosen)
+            placed = place_missing(pool, row, chosen)
             out = torch.zeros_like(rows)
             share = layer_share(pool, row, len(rows))
             with pool.layer(row, chosen.ids):
-                add_experts(rows, chosen, own, out, scratch, pool.slot_bytes, share=share)
+                add_experts(
+                    rows, chosen, own, out, scratch, pool.slot_bytes, share=share, placed=placed
+                )
             if layer.shared is not None:
                 out = out + layer.shared(rows, batch.patches)
             hidden = layer.after(hidden, out)
@@ -117,6 +120,15 @@ def layer_share(pool: DevicePool, row: int, rows: int) -> LayerShare | None:
     if share is None or rows > share.max_rows:
         return None
     return LayerShare(share, row, pool.tiers[row])
+
+
+def place_missing(pool: DevicePool, row: int, chosen: kernels.RoutedRows) -> bool:
+    """Bring what layer number `row` misses to slots, in steps that do so. Returns whether this is
+    such a step: no kernel behind it may then start before the last has ended."""
+    if pool.victims is None:
+        return False
+    pool.victims.place(pool.arena, chosen, row)
+    return True
 
 
 def routed_rows(ids: Tensor) -> kernels.RoutedRows:
@@ -185,10 +197,11 @@ def add_experts(
     slot_bytes: int | None,
     norm: RowNorm | None = None,
     share: LayerShare | None = None,
+    placed: bool = False,
 ) -> None:
     """hidden += the weighted sum of the experts of each row of x, which is normed; then the norm of
-    hidden, if given. With `share` the CPU computes a part."""
-    early = launches_early(x.device)
+    hidden, if given. With `share` the CPU computes a part; `placed`: see `place_missing`."""
+    early = launches_early(x.device) and not placed
     if scratch is not None:
         own = norm if share is None else None
         left = routed if share is None else share.ring_whole(x, routed)

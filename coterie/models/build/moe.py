@@ -265,6 +265,9 @@ class DeviceStep:
         self._shape = routed.shape
         self._arrived = torch.empty(sent.shape, dtype=torch.int32, pin_memory=sent.is_cuda)
         self._arrived.copy_(sent, non_blocking=True)
+        self._placed: Tensor | None = None
+        if pool.victims is not None and pool.victims.takes(batch):
+            self._placed = pool.victims.step_launched()
         self._copied = torch.cuda.current_stream(sent.device).record_event()
 
     def _count(self, routed: Tensor, batch: AttentionBatch) -> Tensor:
@@ -302,8 +305,9 @@ class DeviceStep:
             rows = arrived[: layers * experts].reshape(layers, experts).astype(np.int64)
         else:
             rows = count_demands(arrived.reshape(self._shape), experts)
+        placed = None if self._placed is None else int(self._placed[-1])
         if self._sequences == 1:
-            return StepDemands(rows, None, self._phase), seconds
+            return StepDemands(rows, None, self._phase, placed), seconds
         both = np.full((self._sequences, layers, 2), top_k)
         if self.pool.bank is not None or not self._own:
             if self._is_counted:
@@ -312,7 +316,7 @@ class DeviceStep:
                 # each row is a sequence
                 ids, layer = arrived.reshape(self._shape), np.arange(layers)[:, None, None]
                 both[..., 1] = self.pool.experts.on_device[layer, ids].sum(axis=2).T
-        return StepDemands(rows, both, self._phase), seconds
+        return StepDemands(rows, both, self._phase, placed), seconds
 
 
 def _mask(layer: MoeLayer, geometry: ExpertGeometry) -> None:

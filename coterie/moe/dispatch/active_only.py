@@ -25,11 +25,12 @@ class ActiveOnly(Strategy):
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
-        self._buffers = LayerBuffers(context.geometry, context.slots)
+        self.buffers = LayerBuffers(context.geometry, context.slots)
+        self.decode_room = self.buffers.room
         self._any_slot = evict_oldest(context.slots)
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
-        room = self._buffers.room if demand.phase == "decode" else self._any_slot
+        room = self.decode_room if demand.phase == "decode" else self._any_slot
         return place_in_waves(self.context.slots, demand, room)
 
 
@@ -66,6 +67,11 @@ class LayerBuffers:
         """Slots of the buffer that `layer` uses."""
         self._divide(self._slots.movable)
         return self._shares[self._buffer[layer]] if self._shares else 0
+
+    def division(self) -> tuple[list[int], list[int]]:
+        """The buffer of each layer, in order; and the slots of each buffer."""
+        self._divide(self._slots.movable)
+        return [self._buffer[layer] for layer in self._geometry.layers], list(self._shares)
 
     def _divide(self, movable: int) -> None:
         layers = self._geometry.layers

@@ -19,7 +19,7 @@ class Lru(Strategy):
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
-        self._room = evict_oldest(context.slots)
+        self.decode_room = evict_oldest(context.slots)
 
     def decide(self, demand: Demand) -> Sequence[Wave]:
-        return place_in_waves(self.context.slots, demand, self._room)
+        return place_in_waves(self.context.slots, demand, self.decode_room)

@@ -86,6 +86,12 @@ class BankUploads:
                 self._place(key, slot)
         self._table.send()
 
+    def follow(self, loads: Loads) -> None:
+        """The device has filled these slots itself, in this order, and knows it."""
+        for load in loads:
+            self._take((load,))
+            self._place(*load)
+
     def undo(self, loads: Loads) -> None:
         """Nobody has filled them."""
         for key, slot in loads:

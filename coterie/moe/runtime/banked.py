@@ -5,6 +5,8 @@ for inside a step. Steps with a longer prompt copy ahead what they will read (`p
 Strategies decide between steps, from the experts that the step before used: what
 they would have loaded for it is copied beside the next steps and serves the ones after. With no
 move pending, a decision changes a table on the device and nothing else.
+lru and active_only decode otherwise: the device itself brings what a step misses to slots, inside
+the step, and the host follows (`victims`). Prompts then change no slot.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.kernels.device_record import device_record
+from coterie.kernels.device_record import UNIT_BYTES, device_record
 from coterie.moe.dispatch.base import Demand
 from coterie.moe.runtime.bank_fill import BankFill
 from coterie.moe.runtime.bank_uploads import BankUploads, Loads
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from coterie.moe.runtime.setup import RuntimeParts
     from coterie.moe.runtime.trace import Trace
     from coterie.moe.runtime.usage import UsageTelemetry
+    from coterie.moe.runtime.victims import StepVictims
     from coterie.moe.store.base import Key
 
 
@@ -73,6 +76,8 @@ class BankedExperts:
         # decisions about steps in order, each in parts, and what was exchanged since `record` told
         self._undecided: deque[Iterator[int]] = deque()
         self._exchanged = 0
+        # lru and active_only: the device places what a decode step misses, the host follows
+        self._victims: StepVictims | None = None
         self.prompts: PromptStream | None = None
         if parts.device.buffers:
             self.prompts = PromptStream(geometry, known, parts.device, self._table, bank)
@@ -114,6 +119,8 @@ class BankedExperts:
         for strategy in dict.fromkeys(self._parts.strategies.values()):
             self._uploads.start(strategy.start())
         self._publish()
+        if self._tier.device.type == "cuda":
+            self._place_in_steps()
         return None
 
     @property
@@ -126,12 +133,31 @@ class BankedExperts:
             self._fill.wait()
             self.loading_pool()
 
+    def _place_in_steps(self) -> None:
+        """From now on decode steps place what they miss, where a kernel knows the rule."""
+        from coterie.moe.runtime.victims import StepVictims, has_victim_rule
+
+        prefill, decode = (self._parts.strategies[phase] for phase in ("prefill", "decode"))
+        sizes, table, tier = set(self._record_bytes.tolist()), self._table, self._tier
+        # slots that KV may take are the host's to give
+        is_fixed = self._parts.slabs is None
+        if not is_fixed or not has_victim_rule(prefill, decode) or len(sizes) > 1:
+            return
+        places, tiers = table.places.view(-1), table.tiers.view(-1)
+        units = tier.slot_bytes // UNIT_BYTES
+        self._victims = StepVictims(decode, places, tiers, table.in_bank(), units, sizes.pop())
+        self._victims.send()
+        self.pool = replace(self.pool, victims=self._victims)
+
     def prompt_pool(self, rows: int) -> DevicePool | None:
         """For a step of so many rows, of which some are of a prompt: copies begin now. None: its
         kernels read what is missing from the bank, as in any step."""
         if self.prompts is None or self._fill is not None:
             return None
         self._end_prompt()
+        if self._victims is not None and self._victims.launched != self._victims.followed:
+            # the prompt's own table must have all that steps under way have changed
+            self._read_slots()
         found = self.prompts.pool(self.pool, rows, self._free_loads, self._uploads.near_read)
         if found is not None:
             # until the step has run, these are in no slot; the step itself has its own table
@@ -141,7 +167,9 @@ class BankedExperts:
 
     def _free_loads(self, copied: NDArray[np.bool_]) -> Loads:
         """What the next step with a prompt brings to slots while it runs."""
-        return () if self._uploads.is_busy else self._waiting.take_free(self._row, copied)
+        if self._uploads.is_busy or self._victims is not None:
+            return ()
+        return self._waiting.take_free(self._row, copied)
 
     def finish(self) -> None:
         """Slots have what the strategies want."""
@@ -176,6 +204,9 @@ class BankedExperts:
         """Count a step, then let the strategy move experts for later ones; behind a prompt, whose
         many experts take long to decide about, not before `decide`. Returns how many strategies
         exchanged because of a higher score since the last call."""
+        if self._victims is not None:
+            self._follow(self._victims, found, demands, seconds)
+            return 0
         self._count(found, demands, seconds)
         if self._fill is not None:
             return 0
@@ -194,6 +225,45 @@ class BankedExperts:
                 self.decide()
         made, self._exchanged = self._exchanged, 0
         return made
+
+    def _follow(
+        self, victims: StepVictims, found: ResidentExperts, demands: StepDemands, seconds: float
+    ) -> None:
+        """Count a step, and do with the host's slots what it did with the device's. Nothing is
+        sent: the device's table is ahead."""
+        if self.prompts is not None:
+            self.prompts.observe(demands.rows)
+        number = demands.placed
+        if number is None:
+            self._count(found, demands, seconds)
+            if self.pool.share is not None:
+                self.pool.share.follow()
+            return
+        if number == victims.followed + 1:
+            here = replace(found, on_device=self._table.on_device())
+            self._count(here, demands, seconds, placed=True)
+            self._uploads.follow(victims.follow(demands.rows))
+            victims.followed = number
+        else:
+            self._count(found, demands, seconds, placed=True)
+            if number > victims.followed:
+                # a step was not counted
+                self._read_slots()
+        self._placed()
+
+    def _read_slots(self) -> None:
+        """Take from the device which experts are in slots."""
+        assert self._victims is not None
+        self._victims.read()
+        tier, slots = self._tier, self._slots
+        for slot in range(tier.num_slots):
+            lost = tier.key_at(slot)
+            if lost is not None and slots.key_at(slot) != lost:
+                self._table.to_bank(lost)
+                tier.vacate(slot, evicted=True)
+        there = ((key, slots.slot_of(key)) for key in list(slots.keys()))
+        new = [(key, at) for key, at in there if at is not None and tier.slot_of(key) != at]
+        self._uploads.follow(new)
 
     def launched(self, copies: bool) -> None:
         """A step was enqueued: decide while it is computed; about a part where it takes less time
@@ -276,14 +346,21 @@ class BankedExperts:
         experts = replace(self.pool.experts, on_device=self._table.on_device())
         self.pool = replace(self.pool, experts=experts)
 
-    def _count(self, found: ResidentExperts, demands: StepDemands, seconds: float) -> None:
-        """Time is divided equally by layers; what the link took for the misses is its part."""
+    def _count(
+        self,
+        found: ResidentExperts,
+        demands: StepDemands,
+        seconds: float,
+        placed: bool = False,
+    ) -> None:
+        """Time is divided equally by layers; what the link took for the misses is its part.
+        `placed`: the device has brought them to slots."""
         used = demands.rows > 0
         hits = (used & found.on_device).sum(axis=1)
         misses = used.sum(axis=1) - hits
         crossed = used & ~found.on_device
         # of the experts that are read: the CPU computes in no step that copies
-        part = 0.0 if self.pool.share is None else self.pool.share.part
+        part = 0.0 if self.pool.share is None or placed else self.pool.share.part
         if found.copied is not None:
             crossed, part = crossed | found.copied, 0.0
         moved = (crossed.sum(axis=1) * self._record_bytes * (1 - part)).astype(np.int64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 from coterie.kernels.device_record import UNIT_BYTES, DeviceRecord
 
 if TYPE_CHECKING:
+    from coterie.kernels.batch import AttentionBatch
     from coterie.kernels.cpu.expert_mlp import RecordTable
     from coterie.kernels.expert_layout import ExpertLayout
     from coterie.moe.runtime.bank_fill import BankFill
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from coterie.moe.runtime.host_bank import HostBank
     from coterie.moe.runtime.layer_stream import LayerStream
     from coterie.moe.runtime.tiers import DeviceTier
+    from coterie.moe.runtime.victims import StepVictims
     from coterie.moe.store.base import ExpertGeometry, Key
 
 # tiers of the table
@@ -65,11 +67,23 @@ class DevicePool:
     stream: LayerStream | None = None
     # the bank is not yet full: layers wait for what they use
     loading: BankFill | None = None
+    # brings what a step misses to slots, inside the step
+    victims: StepVictims | None = None
 
     @property
     def is_whole(self) -> bool:
         """Whether every expert is on the device."""
         return self.slot_bytes is not None
+
+    def of_step(self, batch: AttentionBatch) -> DevicePool:
+        """For a step that is enqueued now."""
+        if self.victims is None:
+            return self
+        if not self.victims.takes(batch):
+            return replace(self, victims=None)
+        self.victims.begin(batch)
+        # nothing is left for the CPU
+        return replace(self, share=None)
 
     def layer(self, row: int, ids: Tensor | None = None) -> AbstractContextManager[None]:
         """What is enqueued inside reads the experts `ids` (None: any) of the layer with experts
@@ -108,6 +122,10 @@ class PlaceTable:
         self.places = words[: 8 * count].view(torch.int64).view(shape)
         self.tiers = words[8 * count :].view(torch.int8).view(shape)
         self.send()
+
+    def in_bank(self) -> Tensor:
+        """On the device, [layers * experts]: where each expert is in the bank."""
+        return torch.from_numpy(self._in_bank).reshape(-1).to(self.places.device)
 
     def to_slot(self, key: Key, slot: int) -> None:
         self._in_slots[self._rows[key[0]], key[1]] = slot * self._slot_units

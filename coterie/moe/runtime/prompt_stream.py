@@ -126,6 +126,10 @@ class PromptStream:
         row = self._row[key[0]]
         return row, key[1], self._tier.record(key, slot)[: self._sizes[row]]
 
+    def observe(self, rows: NDArray[np.int64]) -> None:
+        """A step of any kind has run, and nobody shall read the buffers."""
+        self._chances.observe(rows)
+
     def ended(self, rows: NDArray[np.int64]) -> bool:
         """A step of any kind has run, with so many rows per expert [layers, experts]. Later steps
         find the layers that are still in the buffers there. Returns whether the table has

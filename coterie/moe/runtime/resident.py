@@ -35,6 +35,8 @@ class StepDemands:
     by_sequence: NDArray[np.int64] | None
     # "prefill" when any row of the step is prefill, else "decode"
     phase: str = "decode"
+    # of a step in which the device itself brought experts to slots: its number
+    placed: int | None = None
 
 
 class ResidentFinder:

@@ -7,7 +7,7 @@ strategies call them while a layer waits.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, KeysView
+from collections.abc import Iterable, KeysView, Sequence
 
 from coterie.core.errors import InternalError
 from coterie.moe.store.base import Key
@@ -48,6 +48,10 @@ class SlotMap:
     def free(self) -> int:
         return len(self._free)
 
+    def free_slots(self) -> list[int]:
+        """The last of them is the next one that `place` gives."""
+        return list(self._free)
+
     def keys(self) -> KeysView[Key]:
         return self._slots.keys()
 
@@ -67,6 +71,17 @@ class SlotMap:
         self._used[key] = self._clock
         self._add_to_order(key)
         return slot
+
+    def restore(self, by_age: Sequence[tuple[Key, int]], free: Sequence[int]) -> None:
+        """Others have changed the slots: these experts are in them, least recently used first, and
+        none is pinned."""
+        for key in list(self._slots):
+            self.forget(key)
+        # `place` gives the last one
+        self._free = [slot for _, slot in reversed(by_age)]
+        for key, _ in by_age:
+            self.place(key)
+        self._free = list(free)
 
     def evict(self, key: Key) -> int:
         """Remove an unpinned expert; its slot is the next one that `place` gives."""

@@ -1,9 +1,10 @@
 """adaptive where the device reads misses from RAM: all layers of a step at once, behind it.
 
-An upload serves later steps only and takes the link as long as a miss, so it must save more than
-one. Policies of different memory compete, each with a simulated cache over a sample of the layers;
-hits count for it and uploads against it. One of them moves nothing, which is the best there is
-where all experts are used about equally often. No measured time takes part.
+An upload serves later steps only. It has the link alone, while misses are divided between link and
+CPU, so it must save more than two. Policies of different memory compete, each with a simulated
+cache over a sample of the layers; hits count for it and uploads against it. One of them moves
+nothing, which is the best there is where all experts are used about equally often. No measured time
+takes part.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ Values = npt.NDArray[np.float64]
 
 # visits of its layer after which a use counts half; uses by which an expert must lead the one that
 # it replaces; the score of one count in the heatmap
-_HALF_LIFE = np.array([np.inf, np.inf, 64.0, 16.0, 5.0, 1.5])
-_MARGIN = np.array([np.inf, 2.0, 2.0, 1.5, 1.0, 0.25])
+_HALF_LIFE = np.array([np.inf, np.inf, 256.0, 64.0, 16.0, 5.0])
+_MARGIN = np.array([np.inf, 2.0, 3.0, 2.5, 2.0, 1.0])
 _PRIOR = np.array([4.0, 4.0, 0.0, 0.0, 0.0, 0.0])
 # the first leader
 _FREQUENCY = 1
@@ -34,6 +35,8 @@ _KEEP = 0.5 ** (1.0 / 128.0)
 _AHEAD, _AHEAD_HITS = 0.02, 1.0
 # uploads behind a step without a prompt
 _MOST = 48
+# hits for which an upload counts: on an H200 copies move 54 GB/s, link and CPU together 116
+_UPLOAD_HITS = 2.0
 
 
 class InPlacePlacement:
@@ -106,7 +109,7 @@ class InPlacePlacement:
             more = exchange(values, members, asked & ~members, members, margin, free, asked.size)
             members[more[0]] = True
             members[more[1]] = False
-            self._net[policy] -= len(more[0])
+            self._net[policy] -= _UPLOAD_HITS * len(more[0])
         best, led = int(np.argmax(self._net)), float(self._net[self._leader])
         if self._net[best] > led + abs(led) * _AHEAD + _AHEAD_HITS:
             self._leader = best
