@@ -72,7 +72,7 @@ class SlotMap:
         self._add_to_order(key)
         return slot
 
-    def restore(self, by_age: Sequence[tuple[Key, int]], free: Sequence[int]) -> None:
+    def assign(self, by_age: Sequence[tuple[Key, int]], free: Sequence[int]) -> None:
         """Others have changed the slots: these experts are in them, least recently used first, and
         none is pinned."""
         for key in list(self._slots):

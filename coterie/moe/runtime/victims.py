@@ -148,5 +148,5 @@ class StepVictims:
         keys, stamps, counts = (each.tolist() for each in (state.keys, state.stamps, state.counts))
         order = sorted((stamp, slot) for slot, stamp in enumerate(stamps) if keys[slot] >= 0)
         found = [((layers[keys[at] // width], keys[at] % width), at) for _, at in order]
-        self._slots.restore(found, state.free[: counts[FREE]].tolist())
+        self._slots.assign(found, state.free[: counts[FREE]].tolist())
         self.launched = self.followed = counts[STEPS]
