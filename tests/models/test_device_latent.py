@@ -125,7 +125,9 @@ def expert_pool(checkpoint: Any, spec: Any) -> Any:
             pack_record(layout, parts, record)
             begin = int(slots[row, expert]) * size
             arrange(layout, record, arena[begin : begin + size])
-    records = dict.fromkeys(moe.layers, device_record(layout))
+    own = device_record(layout)
+    assert own is not None
+    records = dict.fromkeys(moe.layers, own)
     places = slots * (size // UNIT_BYTES)
     return DevicePool(
         arena, size, places, torch.zeros(places.shape, dtype=torch.int8), records, cast(Any, None)
