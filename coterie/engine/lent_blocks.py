@@ -7,10 +7,11 @@ again and again stays.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from coterie.engine.blocks import BlockPool, PrefixCache
+    from collections.abc import Iterable
+
     from coterie.moe.runtime.memory_trade import MemoryTrade
 
 # steps after the last slab was taken until some are given back; blocks of kept sessions stay longer
@@ -20,8 +21,30 @@ _SORTED_EVERY = 8
 _SPARE = 8
 
 
+class LaneBlocks(Protocol):
+    """What is needed of `BlockPool`."""
+
+    num_blocks: int
+    owners: list[int]
+
+    @property
+    def num_absent(self) -> int: ...
+    def add(self, blocks: Iterable[int]) -> None: ...
+    def remove(self, blocks: Iterable[int]) -> None: ...
+    def sort(self) -> None: ...
+
+
+class CachedBlocks(Protocol):
+    """What is needed of `PrefixCache`."""
+
+    @property
+    def num_present(self) -> int: ...
+    def keeps(self, blocks: Iterable[int]) -> bool: ...
+    def drop(self, blocks: Iterable[int]) -> None: ...
+
+
 class LentBlocks:
-    def __init__(self, trade: MemoryTrade, pool: BlockPool) -> None:
+    def __init__(self, trade: MemoryTrade, pool: LaneBlocks) -> None:
         self._trade, self._pool = trade, pool
         self._quiet = 0
 
@@ -39,7 +62,7 @@ class LentBlocks:
         self._quiet = 0
         return bool(slabs)
 
-    def ended_step(self, cache: PrefixCache) -> None:
+    def ended_step(self, cache: CachedBlocks) -> None:
         """Give back what was not needed for a while."""
         self._quiet += 1
         if not self._trade.lent or self._quiet % _SORTED_EVERY:
@@ -49,7 +72,7 @@ class LentBlocks:
         if self._quiet % PATIENCE == 0:
             self._give_back(cache)
 
-    def _give_back(self, cache: PrefixCache) -> None:
+    def _give_back(self, cache: CachedBlocks) -> None:
         pool, layout = self._pool, self._trade.layout
         left = cache.num_present
         in_use = pool.num_blocks - pool.num_absent - left

@@ -104,7 +104,7 @@ def _growth(device: str, strategy: str, seconds: float) -> str:
     lengths = [[40] * STREAMS, [400, 900, 1500, 2100, 700, 1200], [2600] * STREAMS, [60] * STREAMS]
     resident = make_model(config, device, dtype="fp32", experts="fp32")
     tokenizer = tokenizer_of(resident.spec.vocab)
-    plain = make_engine(resident, tokenizer, STREAMS, 2700)
+    plain = make_engine(resident, tokenizer, STREAMS, 2700, step_tokens=2048)
     want = [_answers(plain, resident, own) for own in lengths]
     resident.close()
     del resident, plain

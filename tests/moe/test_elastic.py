@@ -76,7 +76,7 @@ def answers(backend: str) -> list[list[int]]:
 def serve(engine: Engine, numbers: Sequence[int], seen: Callable[[], None]) -> list[list[int]]:
     outcome = Outcome([[] for _ in PROMPTS], [0] * len(PROMPTS))
     for number in numbers:
-        assignment = replace(_assignment(number, PROMPTS[number], GREEDY), session=None)
+        assignment = replace(_assignment(number, PROMPTS[number], GREEDY), session="")
         assert isinstance(engine.add(assignment), Admitted)
     while engine.has_work():
         _collect(engine, outcome)
@@ -136,7 +136,7 @@ def test_one_context_may_be_longer_than_kvs_own_part() -> None:
         assert serve(engine, [3], lambda: None) == [answers("reference")[3]]
         assert trade.taken > 0
         longer = tuple(range(3, 3 + trade.layout.num_blocks * trade.layout.kv.block_size))
-        refused = engine.add(replace(_assignment(0, longer, GREEDY), session=None))
+        refused = engine.add(replace(_assignment(0, longer, GREEDY), session=""))
         assert isinstance(refused, Rejected)
 
 
