@@ -320,6 +320,8 @@ class Engine:
             moved = self._experts.after_step(plan, result, update=still)
             if moved is not None:
                 self._tracker.charge_moe_updates(plan, moved)
+        if self._tracker.is_empty:
+            self._tracker.times.idle()
 
     def _wait_for_background(self) -> None:
         """Wait briefly, because nothing can run before an adapter or a grammar is ready."""

@@ -108,6 +108,10 @@ class RequestTracker:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._requests
+
     def open(self, request: ActiveRequest, events: list[Event]) -> None:
         """Queue the sequences of the request. A request that is already complete ends at once."""
         assignment = request.assignment

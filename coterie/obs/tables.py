@@ -47,7 +47,8 @@ MOE_METRICS = (
     Metric("coterie_moe_bytes", "counter", "Bytes of MoE experts moved.", ("replica", "way")),
     Metric(
         "coterie_moe_seconds", "counter",
-        "Seconds spent on MoE experts by phase; `io` overlaps with `compute`, `stall` does not.",
+        "Seconds spent on MoE experts by phase; `io` overlaps with `compute`, `stall` does not; "
+        "`stall_disk` and `stall_cpu` are parts of it.",
         ("replica", "phase"),
     ),
     Metric(

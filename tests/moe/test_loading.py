@@ -49,7 +49,7 @@ class HeldStore(DrawnStore):
 def held_fill() -> tuple[HeldStore, HostBank, BankFill]:
     store = HeldStore()
     bank = HostBank(cast("Any", store), CPU)
-    return store, bank, BankFill(bank, GEOMETRY.keys())
+    return store, bank, bank.begin_fill()
 
 
 def test_a_layer_waits_for_what_it_uses_only() -> None:

@@ -12,7 +12,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -20,21 +20,26 @@ from coterie.core.errors import CoterieError, WeightsError
 from coterie.weights.shortage import MemoryShortage, is_shortage
 
 if TYPE_CHECKING:
-    from coterie.moe.runtime.host_bank import HostBank
     from coterie.moe.store.base import Key
 
 _log = logging.getLogger(__name__)
 
-# reads at one time: each also waits for its checksum and for the device
-READERS = {"cuda": 16, "cpu": 8}
 _PAUSE_S = 0.5
+
+
+class BankPlacer(Protocol):
+    """Reads an expert, arranges it, and writes it to its place; any thread may call it. Returns the
+    bytes read."""
+
+    def __call__(self, key: Key) -> int: ...
+    def close(self) -> None: ...
 
 
 class BankFill:
     """The engine's thread calls the public methods. Reading begins at once."""
 
-    def __init__(self, bank: HostBank, keys: Sequence[Key]) -> None:
-        self._place, self._started = bank.placer(), time.perf_counter()
+    def __init__(self, place: BankPlacer, keys: Sequence[Key], readers: int) -> None:
+        self._place, self._started = place, time.perf_counter()
         self._count = len(keys)
         # not yet taken by a thread, those that steps wait for apart; and not yet in the bank
         self._waiting, self._missing = deque(keys), set(keys)
@@ -50,7 +55,7 @@ class BankFill:
         self._late: Counter[int] = Counter()
         self._threads = [
             threading.Thread(target=self._work, name="experts-fill", daemon=True)
-            for _ in range(min(READERS[bank.device.type], len(keys)))
+            for _ in range(min(readers, len(keys)))
         ]
         for thread in self._threads:
             thread.start()

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from coterie.kernels.device_record import UNIT_BYTES, device_record
 from coterie.moe.dispatch.base import Demand
-from coterie.moe.runtime.bank_fill import BankFill
 from coterie.moe.runtime.bank_uploads import BankUploads, Loads
 from coterie.moe.runtime.cpu_share import open_share
 from coterie.moe.runtime.device_pool import DevicePool, PlaceTable, ResidentExperts
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from coterie.moe.dispatch.base import Strategy
+    from coterie.moe.runtime.bank_fill import BankFill
     from coterie.moe.runtime.host_bank import HostBank
     from coterie.moe.runtime.resident import StepDemands
     from coterie.moe.runtime.setup import RuntimeParts
@@ -86,7 +86,7 @@ class BankedExperts:
     def start(self, wait_s: float | None = None) -> None:
         """Fill the bank, and the slots that strategies want full before the first request. What is
         not read after `wait_s` is read while requests are served (`loading_pool`)."""
-        fill = self._fill = self._waits = BankFill(self._bank, self._geometry.keys())
+        fill = self._fill = self._waits = self._bank.begin_fill()
         fill.wait(wait_s)
         with fill.paused():
             self._measure()

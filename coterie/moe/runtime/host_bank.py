@@ -10,7 +10,7 @@ import ctypes
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-
-class BankPlacer(Protocol):
-    def __call__(self, key: Key) -> int: ...
-    def close(self) -> None: ...
+# reads at one time: each also waits for its checksum and for the device
+_READERS = {"cuda": 16, "cpu": 8}
 
 
 def has_device_records(store: ExpertStore) -> bool:
@@ -80,14 +78,14 @@ class HostBank:
             return self.memory.data_ptr()
         return _device_address(self.memory.data_ptr()) if self._arena.pinned else None
 
-    def placer(self) -> BankPlacer:
-        """Reads an expert of the store, arranges it, and writes it to its place; any thread may
-        call it. Returns the bytes read."""
-        return _CudaPlacer(self) if self.device.type == "cuda" else _HostPlacer(self)
+    def begin_fill(self) -> BankFill:
+        """Read and arrange all experts, on threads of its own."""
+        place = _CudaPlacer(self) if self.device.type == "cuda" else _HostPlacer(self)
+        return BankFill(place, self._store.geometry.keys(), _READERS[self.device.type])
 
     def fill(self) -> int:
         """Read and arrange all experts. Returns the bytes read."""
-        fill = BankFill(self, self._store.geometry.keys())
+        fill = self.begin_fill()
         try:
             fill.wait()
         finally:
