@@ -45,8 +45,9 @@ from coterie.core.moe import MoeSettings
 from coterie.models.base import CausalLM, load_model
 from coterie.models.build.moe import MoeRequirements
 from coterie.moe.dispatch.table import STRATEGIES, parse_strategy, resolve_strategy
+from coterie.moe.runtime.bank_fill import BankFill
 from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.runtime.host_bank import HostBank
+from coterie.moe.runtime.host_bank import HostBank, _HostPlacer
 from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
 from coterie.moe.runtime.setup import PlacementContext, _parts_with, allocation_for
 from coterie.moe.runtime.trace import Trace
@@ -66,11 +67,16 @@ ALLOWED = 0.03
 class KeptBank(HostBank):
     """A bank that outlives the runtimes that use it."""
 
-    _read = 0
+    _is_full = False
 
-    def fill(self) -> int:
-        self._read = self._read or super().fill()
-        return self._read
+    def begin_fill(self) -> BankFill:
+        if not self._is_full:
+            fill = super().begin_fill()
+            fill.wait()
+            fill.close()
+            self._is_full = True
+        # nothing is left to read
+        return BankFill(_HostPlacer(self), (), 0)
 
     def close(self) -> None:
         """Runtimes close their bank; `free` closes this one."""

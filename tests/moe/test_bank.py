@@ -7,6 +7,7 @@ import ctypes
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -266,13 +267,20 @@ def placed_step(banked: BankedExperts, rng: random.Random, live: int) -> StepDem
     return StepDemands(rows, None, "decode", int(victims.step_launched()[-1]))
 
 
+def place_in_steps(banked: BankedExperts) -> None:
+    """As at the start beside a CUDA device."""
+    banked.pool = replace(banked.pool, victims=banked._step_victims())
+    if banked._victims is not None:
+        banked._victims.send()
+
+
 @pytest.mark.parametrize("num_slots", [2, 5, 11])
 @pytest.mark.parametrize("text", ["lru", "active_only", "lru+active_only"])
 def test_the_host_follows_what_the_device_places_in_its_steps(text: str, num_slots: int) -> None:
     pytest.importorskip("triton")
     rng = random.Random()
     with experts_beside(text, num_slots) as (store, banked, parts):
-        banked._place_in_steps()
+        place_in_steps(banked)
         ahead: list[tuple[ResidentExperts, StepDemands]] = []
         for number in range(60):
             launched = banked.pool.experts
@@ -304,7 +312,7 @@ def test_what_the_device_places_crosses_the_link_once() -> None:
     pytest.importorskip("triton")
     rng = random.Random(5)
     with experts_beside("lru", 5) as (_, banked, parts):
-        banked._place_in_steps()
+        place_in_steps(banked)
         for _ in range(30):
             banked.record(banked.pool.experts, placed_step(banked, rng, 2), 0.01)
         total = banked._telemetry.total()
@@ -318,7 +326,7 @@ def test_pins_and_other_rules_are_left_to_the_host() -> None:
     pytest.importorskip("triton")
     for text in ("hot_cached_static+lru", "static_pin", "adaptive", "chunked"):
         with experts_beside(text, 5) as (_, banked, _):
-            banked._place_in_steps()
+            place_in_steps(banked)
             assert banked._victims is None and banked.pool.victims is None
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from coterie.moe.dispatch.base import Strategy
     from coterie.moe.runtime.bank_fill import BankFill
+    from coterie.moe.runtime.cpu_share import CpuShare
     from coterie.moe.runtime.host_bank import HostBank
     from coterie.moe.runtime.resident import StepDemands
     from coterie.moe.runtime.setup import RuntimeParts
@@ -78,6 +79,8 @@ class BankedExperts:
         self._exchanged = 0
         # lru and active_only: the device places what a decode step misses, the host follows
         self._victims: StepVictims | None = None
+        # computes a part, if the pool has it
+        self._share: CpuShare | None = None
         self.prompts: PromptStream | None = None
         if parts.device.buffers:
             self.prompts = PromptStream(geometry, known, parts.device, self._table, bank)
@@ -87,25 +90,30 @@ class BankedExperts:
         """Fill the bank, and the slots that strategies want full before the first request. What is
         not read after `wait_s` is read while requests are served (`loading_pool`)."""
         fill = self._fill = self._waits = self._bank.begin_fill()
+        # steps may be captured from now on, and contain what belongs to the pool by then
+        self._share = open_share(self._bank, self._geometry, self.pool.records)
+        victims = self._step_victims() if self._tier.device.type == "cuda" else None
+        self.pool = replace(self.pool, share=self._share, victims=victims)
         fill.wait(wait_s)
         with fill.paused():
-            self._measure()
+            self._measure_link()
         self.loading_pool()
 
-    def _measure(self) -> None:
+    def _measure_link(self) -> None:
         """The bank need not be full: rates do not depend on what is read."""
         self.link_rate = self._uploads.measure_link(self._geometry.keys())
         if self.prompts is not None:
             self.prompts.measure(self.pool)
             # of copies that are not interrupted
             self.link_rate = max(self.link_rate, self.prompts.rates.copy)
-        share = open_share(self._bank, self._geometry, self.pool.records)
+
+    def _measure_cpu(self) -> None:
+        """Only when nothing is read any more, which takes all cores."""
         # kernels read over the link slower than copies
         read = self.link_rate if self.prompts is None else self.prompts.rates.read
-        if share is not None and share.start(read):
-            self.pool = replace(self.pool, share=share)
-        elif share is not None:
-            share.close()
+        if self._share is not None and not self._share.start(read):
+            # steps that were captured before still ask, and get nothing
+            self.pool = replace(self.pool, share=None)
 
     def loading_pool(self) -> DevicePool | None:
         """For a step while the bank is filled: each layer waits for what it uses. None: the bank
@@ -113,14 +121,15 @@ class BankedExperts:
         if self._fill is None:
             return None
         if not self._fill.is_complete:
-            return replace(self.pool, share=None, loading=self._fill)
+            return replace(self.pool, share=None, victims=None, loading=self._fill)
         self._fill.close()
         self._fill = None
+        self._measure_cpu()
         for strategy in dict.fromkeys(self._parts.strategies.values()):
             self._uploads.start(strategy.start())
         self._publish()
-        if self._tier.device.type == "cuda":
-            self._place_in_steps()
+        if self._victims is not None:
+            self._victims.send()
         return None
 
     @property
@@ -133,8 +142,8 @@ class BankedExperts:
             self._fill.wait()
             self.loading_pool()
 
-    def _place_in_steps(self) -> None:
-        """From now on decode steps place what they miss, where a kernel knows the rule."""
+    def _step_victims(self) -> StepVictims | None:
+        """Places what decode steps miss, where a kernel knows the strategy's rule."""
         from coterie.moe.runtime.victims import StepVictims, has_victim_rule
 
         prefill, decode = (self._parts.strategies[phase] for phase in ("prefill", "decode"))
@@ -142,12 +151,11 @@ class BankedExperts:
         # slots that KV may take are the host's to give
         is_fixed = self._parts.slabs is None
         if not is_fixed or not has_victim_rule(prefill, decode) or len(sizes) > 1:
-            return
+            return None
         places, tiers = table.places.view(-1), table.tiers.view(-1)
         units = tier.slot_bytes // UNIT_BYTES
         self._victims = StepVictims(decode, places, tiers, table.in_bank(), units, sizes.pop())
-        self._victims.send()
-        self.pool = replace(self.pool, victims=self._victims)
+        return self._victims
 
     def prompt_pool(self, rows: int) -> DevicePool | None:
         """For a step of so many rows, of which some are of a prompt: copies begin now. None: its
@@ -408,8 +416,8 @@ class BankedExperts:
         if self._fill is not None:
             self._fill.close()
         self._uploads.close()
-        if self.pool.share is not None:
-            self.pool.share.close()
+        if self._share is not None:
+            self._share.close()
         if self.prompts is not None:
             self.prompts.close()
         self._bank.close()

@@ -216,6 +216,9 @@ class CpuShare:
             link = _mixed(link, _within(link_bytes / link_ns * 1e9, start.link))
         if busy_ns > 0 and nbytes > 0:
             cpu = _mixed(cpu, _within(nbytes / busy_ns * 1e9, start.cpu))
+            if cpu > start.cpu:
+                # the machine was busy when it was measured
+                self.measured = ShareRates(start.link, cpu)
         self.rates, sent = ShareRates(link, cpu), self._sent
         if sent is None or _differ(sent.link, self.rates.link) or _differ(sent.cpu, self.rates.cpu):
             self._send()
