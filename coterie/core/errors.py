@@ -14,6 +14,7 @@
     +-- Conflict                  the change was made already, or is being made
     +-- Overloaded                no room now: queue, deadline or budget; retry later
     |   +-- Saturated             no place can be promised soon
+    |       +-- Drained           nothing new begins at the specialist until an operator says so
     +-- Unavailable               no healthy replica can serve this now
     +-- DeadlineExceeded          the request's own deadline passed
     +-- WorkerCrashed             the request ran in repeated crashes, or as a remote server died
@@ -134,6 +135,10 @@ class Saturated(Overloaded):
     may answer now."""
 
     code = "saturated"
+
+
+class Drained(Saturated):
+    """Callers are told the same as by Saturated; what is for another specialist need not wait."""
 
 
 class Unavailable(CoterieError):

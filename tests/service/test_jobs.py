@@ -22,6 +22,7 @@ from coterie.core.events import Event
 from coterie.core.job import Job, JobQuery, JobSpec
 from coterie.core.request import InferenceRequest, Limits, RouteHints, Sampling, Text
 from coterie.core.settings import JobSettings
+from coterie.service.breaker import steering
 from coterie.service.build import build
 from coterie.service.jobs import dispatch, store
 from coterie.service.jobs import service as module
@@ -187,6 +188,40 @@ def test_an_engine_that_is_full_makes_jobs_wait_and_never_fail(
             done = await ended(jobs, *ids)
             assert {job.status for job in done} == {"succeeded"}, [job.error for job in done]
             assert counted.asked.total() > len(ids), "the engine was never full"
+
+    on_pipeline(test)
+
+
+def test_a_job_of_a_drained_specialist_waits_and_no_other_does(
+    on_pipeline: Callable[[Test], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steering, "RETRY_S", 0.1)
+
+    async def test(pipeline: Pipeline) -> None:
+        control = pipeline.ensemble.control
+        control.drain("other", "ann")
+        try:
+            async with service(pipeline, tmp_path, concurrency=1) as jobs:
+                first = await jobs.submit(spec(model="other"))
+                for _ in range(3):
+                    then = await jobs.submit(spec(model="tiny"))
+                    [done] = await ended(jobs, then.id)
+                    assert done.status == "succeeded", done.error
+                assert (await jobs.get(first.id, TENANT)).status == "queued"
+                control.undrain("other", "ann")
+                [done] = await ended(jobs, first.id)
+                assert done.status == "succeeded", done.error
+                # one that waits so can be cancelled
+                control.drain("other", "ann")
+                again = await jobs.submit(spec(model="other"))
+                await asyncio.sleep(0.2)
+                await jobs.cancel(again.id, TENANT)
+                [done] = await ended(jobs, again.id)
+                assert done.status == "cancelled"
+                assert len(jobs._dispatcher.queue) == 0
+        finally:
+            if control.watches["other"].is_draining:
+                control.undrain("other", "ann")
 
     on_pipeline(test)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from coterie.core.batch import IN_PROGRESS, REQUEST_ERRORED, Batch
-from coterie.core.errors import CoterieError, Overloaded, Unavailable, WorkerCrashed
+from coterie.core.errors import CoterieError, Drained, Overloaded, Unavailable, WorkerCrashed
 from coterie.obs.log import log
 from coterie.service.batches.batch_tables import ClaimedRequest
 from coterie.service.batches.calls import BatchCalls, RequestAnswer
@@ -175,7 +175,7 @@ class BatchWork:
                 self._not_before[batch.tenant] = time.monotonic() + wait_s
                 return
             opened.refused(request.line, error)
-            if isinstance(error, Overloaded):
+            if isinstance(error, Overloaded) and not isinstance(error, Drained):
                 raise
             return
         opened.answered()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coterie.core.ensemble import EnsembleSettings
-from coterie.core.errors import Overloaded, Saturated
+from coterie.core.errors import Drained, Overloaded, Saturated
 from coterie.core.plan import AdapterChoice, AlternateSpecialist, RoutePlan
 from coterie.core.quick_init import quick_init
 from coterie.service.breaker.correctness import CLOSED
@@ -299,7 +299,8 @@ class PlanSteering:
 
 
 def _nobody(first: SpecialistWatch, now: float) -> Saturated:
-    return Saturated(
+    kind = Drained if first.state(now) == DRAINING else Saturated
+    return kind(
         f"{first.name} is {first.state(now)}, and no other specialist may answer now",
         retry_after_s=max(first.replicas.back_in_s(now), RETRY_S),
     )

@@ -6,7 +6,6 @@ When the engine is full, no job starts until the engine may have room again.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
@@ -15,7 +14,14 @@ from typing import Protocol
 
 import msgspec
 
-from coterie.core.errors import CoterieError, InternalError, NotFound, Overloaded, Unavailable
+from coterie.core.errors import (
+    CoterieError,
+    Drained,
+    InternalError,
+    NotFound,
+    Overloaded,
+    Unavailable,
+)
 from coterie.core.events import Delta, Event, InferenceMetrics
 from coterie.core.job import FAILED, SUCCEEDED, JobError, JobSpec
 from coterie.core.plan import RoutePlan, stack_key
@@ -31,6 +37,7 @@ from coterie.service.jobs.codec import (
     encode_plan,
     encode_result,
 )
+from coterie.service.jobs.queue import JobQueue, is_suspect
 from coterie.service.jobs.store import RETRY_S, JobEnd, JobStore, WaitingJob
 from coterie.service.quotas import QuotaUse
 from coterie.service.request_limits import Events, until_deadline
@@ -135,7 +142,12 @@ class JobDispatcher:
         paused_s = self.not_before - time.monotonic()
         if paused_s > 0:
             return paused_s
-        return None if self._background is None else self._background.pause_s()
+        others_s = None if self._background is None else self._background.pause_s()
+        due_at = self.queue.due_at()
+        if due_at is None:
+            return others_s
+        due_s = max(due_at - time.monotonic(), 0.0)
+        return due_s if others_s is None else min(due_s, others_s)
 
     def _starts_background(self) -> bool:
         """Start background work, if it may start now. Jobs that could start were started before."""
@@ -146,6 +158,7 @@ class JobDispatcher:
 
     def _next(self) -> WaitingJob | None:
         """The job that may start now, if any."""
+        self.queue.release()
         places = 1 if self._alone else self._settings.concurrency
         full = bool(self.running) and len(self.running) >= places
         if self.is_paused or full or time.monotonic() < self.not_before:
@@ -158,16 +171,21 @@ class JobDispatcher:
     async def _run(self, entry: WaitingJob) -> None:
         live = self.live.setdefault(entry.id, LiveJob())
         began = time.monotonic()
-        must_retry = False
+        must_retry, deferred_s = False, 0.0
         try:
             await JobRun(self._pipeline, self._store, entry.id, live).attempt()
             self._run_s += NEWEST * (time.monotonic() - began - self._run_s)
+        except Drained as error:
+            deferred_s = error.retry_after_s or RETRY_S
         except NOT_NOW as error:
             must_retry = True
             self._delay_starts(error)
         finally:
             del self.running[entry.id]
-            if must_retry:
+            if deferred_s:
+                # jobs of other specialists go on meanwhile
+                self.queue.defer(entry, time.monotonic() + deferred_s)
+            elif must_retry:
                 self.queue.push(entry)
             else:
                 self._end(entry.id)
@@ -183,55 +201,6 @@ class JobDispatcher:
             live.ended = True
             live.notify()
             self.forget(job_id)
-
-
-# a job that was running in this many servers when they died runs alone, without other jobs
-SUSPECT_CRASHES = 3
-LEVELS = 10
-
-
-class JobQueue:
-    def __init__(self) -> None:
-        self._heap: list[tuple[bool, int, int, str]] = []
-        self._entries: dict[str, WaitingJob] = {}
-        self._levels = [0] * LEVELS
-        self.nbytes = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, job_id: str) -> bool:
-        return job_id in self._entries
-
-    def push(self, entry: WaitingJob) -> None:
-        heapq.heappush(self._heap, (is_suspect(entry), -entry.priority, entry.seq, entry.id))
-        self._entries[entry.id] = entry
-        self._levels[entry.priority] += 1
-        self.nbytes += entry.nbytes
-
-    def peek(self) -> WaitingJob | None:
-        while self._heap and self._heap[0][3] not in self._entries:
-            heapq.heappop(self._heap)
-        return self._entries[self._heap[0][3]] if self._heap else None
-
-    def drop(self, job_id: str) -> WaitingJob | None:
-        """Remove the job from the queue, at any position."""
-        entry = self._entries.pop(job_id, None)
-        if entry is not None:
-            self._levels[entry.priority] -= 1
-            self.nbytes -= entry.nbytes
-        if len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = [item for item in self._heap if item[3] in self._entries]
-            heapq.heapify(self._heap)
-        return entry
-
-    def ahead(self, priority: int) -> int:
-        """How many waiting jobs would run before a job of this priority that arrives now."""
-        return sum(self._levels[priority:])
-
-
-def is_suspect(entry: WaitingJob) -> bool:
-    return entry.crashes >= SUSPECT_CRASHES
 
 
 NOT_NOW = (Overloaded, Unavailable)

@@ -45,6 +45,9 @@ def popen_launch_server(
     **_: Any,
 ) -> Any:
     given = [*other_args, "--port", str(urlsplit(base_url).port)]
+    if "--context-length" not in given:
+        # some ask for 2,048 tokens
+        given += ["--context-length", "4096"]
     server = Server(model, given, api_key)
     _running[server.process.pid] = server
     return server.process
