@@ -63,7 +63,7 @@ class FixedModel:
     def __init__(self, max_rows: int) -> None:
         self.spec = SimpleNamespace(vocab=VOCAB, num_layers=1, eos_ids=())
         self.device = torch.device("cpu")
-        self.experts = None
+        self.experts = self.memory_trade = None
         self._logits = torch.randn(max_rows, VOCAB, generator=torch.Generator().manual_seed(0)) * 6
 
     def prepare(
