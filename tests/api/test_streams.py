@@ -64,8 +64,9 @@ def normal(raw: bytes) -> str:
     text = re.sub(rf'("(?:content|text)":){_TEXT}', r'\1"TEXT"', text)
     text = re.sub(r'"text":"","logprobs"', '"text":"TEXT","logprobs"', text)
     text = re.sub(r'_tokens":\d+', '_tokens":N', text)
-    receipt = r',"receipt":\{(?:[^{}]|\{[^{}]*\})*\}'
-    text = re.sub(r'"coterie":\{"timings":\{[^{}]*\}' + receipt + r"\}", '"coterie":{}', text)
+    nested = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+    told = rf'"coterie":\{{"timings":{nested},"receipt":{nested}\}}'
+    text = re.sub(told, '"coterie":{}', text)
     blocks = text.split("\n\n")
     kept = [b for i, b in enumerate(blocks) if i == 0 or b != blocks[i - 1]]
     return "\n\n".join(kept)

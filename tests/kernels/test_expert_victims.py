@@ -22,9 +22,9 @@ MORE = [f"{name}/{slots}/{rows}" for name in ("lru", "active_only")
 LAYERS, EXPERTS, TOP_K, SLOT_UNITS, RECORD_BYTES = 3, 6, 2, 8, 100
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_device_decides_as_the_strategy(case: str) -> None:
-    assert interpreted(__file__, [case])[case] == 0
+def test_the_device_decides_as_the_strategy() -> None:
+    found = interpreted(__file__, CASES)
+    assert not [case for case in CASES if found[case]]
 
 
 @pytest.mark.full

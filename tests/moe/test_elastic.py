@@ -92,7 +92,6 @@ MORE = ("adaptive", "active_only", "chunked", "static_pin", "hot_cached_static",
     ("strategy", "backend"),
     [
         ("lru", "cpu"),
-        ("adaptive", "reference"),
         *[pytest.param(text, "reference", marks=pytest.mark.full) for text in ("lru", *MORE)],
     ],
 )

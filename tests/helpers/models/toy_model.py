@@ -63,7 +63,7 @@ class ToyModel:
         self.kv_dtype = torch.int64
         self.weight_bytes = 0
         self.experts = self.memory_trade = None
-        self.is_captured = True
+        self.is_captured, self.is_loading = True, False
         self.fail_next = False
         self.num_rows = 0
 
