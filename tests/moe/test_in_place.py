@@ -131,7 +131,8 @@ def test_within_3_percent_of_the_best_on_skewed_routing(routing: str, share: int
     geometry = ExpertGeometry(tuple(range(6)), 128, 8)
     slots, warm, steps = geometry.total * share // 100, 96, 320
     carved = CarvedTrace.load(CARVED).with_layers(6)
-    chosen, counts = carved.chosen[:steps].astype(np.int64), carved.counts.astype(np.float64)
+    chosen: Choices = carved.chosen[:steps].astype(np.int64)
+    counts = carved.counts.astype(np.float64)
     if routing == "zipf":
         chosen, known = zipf_choices(6, steps, 1), zipf_choices(6, steps, 2)
         counts = np.stack([np.bincount(known[:, at].ravel(), minlength=128) for at in range(6)])

@@ -12,6 +12,7 @@ from coterie.kernels.cpu.expert_mlp import RecordTable, combine, run_experts
 from coterie.kernels.cpu.expert_record import pack_record
 from coterie.kernels.expert_layout import ExpertLayout
 from coterie.models.build.moe import MoeRequirements
+from coterie.moe.runtime.memory_trade import MemoryTrade
 from coterie.moe.runtime.step import ExpertStep
 from coterie.weights.quantize import dense
 
@@ -53,8 +54,11 @@ class Resident:
     def device_pool(self) -> None:
         """There is no device."""
 
+    def loading_pool(self) -> None:
+        """Nor one that is being filled."""
+
     moves_beside_steps = False
-    trade = None
+    trade: MemoryTrade | None = None
 
     def record_device_step(self, found: Any, demands: Any, s: float) -> None: ...
 
