@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from coterie.core.moe import MoeSettings
+from coterie.moe.dispatch.base import Demand
 from coterie.moe.dispatch.table import STRATEGIES
 from coterie.moe.planner import machine as machine_file
 from coterie.moe.planner.advice import advise, with_smaller_experts
-from coterie.moe.planner.machine import Machine
+from coterie.moe.planner.cost_curve import CostCurve
+from coterie.moe.planner.device_simulation import DeviceSimulation
+from coterie.moe.planner.machine import Machine, PhaseForecast
 from coterie.moe.planner.plan import (
     MemoryDivision,
     PlanCase,
@@ -26,6 +29,7 @@ from coterie.moe.planner.simulate import BELADY, forecast
 from coterie.moe.planner.workload import Workload, workload_from_heatmap
 from coterie.moe.runtime.budget import ExpertSizes, TierSlots
 from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.runtime.trace import LayerVisit, TraceStep
 from coterie.moe.store.base import ExpertGeometry
 from tests.helpers.moe.planner_cases import GEOMETRY, MB, PATH, case, needs, on_gpu, skewed
 
@@ -103,12 +107,33 @@ def test_pinned_experts_hit_as_often_as_their_share() -> None:
     assert found.decode_hit_rate == pytest.approx(0.25 + 0.75 * 2 / 24, abs=0.05)
 
 
-def test_a_cache_pays_for_its_copies() -> None:
-    """lru copies every miss beside the next step; what is pinned copies nothing."""
-    load = uniform()
-    pinned, cached = (row(name, "25%", on_gpu(load)) for name in ("hot_cached_static", "lru"))
-    assert cached.moved_bytes_per_token > 1.5 * pinned.moved_bytes_per_token
-    assert cached.decode_tokens_s < pinned.decode_tokens_s
+@pytest.mark.parametrize("name", ["lru", "active_only"])
+def test_a_step_that_places_its_misses_copies_each_once_and_without_the_cpu(name: str) -> None:
+    made = row(name, "25%", on_gpu(uniform()))
+    misses = 8 * (1 - made.decode_hit_rate)
+    # 10 MB each, at the 20 GB/s of copies
+    assert made.moved_bytes_per_token == pytest.approx(misses * 10 * MB)
+    assert made.decode_tokens_s == pytest.approx(1 / (5e-4 + misses * 0.5e-3))
+    pinned = row("hot_cached_static", "25%", on_gpu(uniform()))
+    assert made.moved_bytes_per_token > 1.5 * pinned.moved_bytes_per_token
+    # the CPU would have computed a part of what is read
+    fast = replace(PATH, cpu_bytes_s=60e9, missing=CostCurve((1, 2), (1.5e-4, 3e-4)))
+    made, pinned = (row(each, "25%", on_gpu(uniform(), fast)) for each in (name, pinned.strategy))
+    assert made.decode_tokens_s < pinned.decode_tokens_s
+
+
+@pytest.mark.parametrize(("rows", "places"), [(128, True), (129, False)])
+def test_steps_of_too_many_rows_place_nothing(rows: int, places: bool) -> None:
+    """The kernel places 256 pairs: 128 rows of 2 experts."""
+    setup = on_gpu().setup(TierSlots(16, GEOMETRY.total), in_place=True, streams=True).device
+    assert setup is not None
+    simulation, outcome = DeviceSimulation("lru", setup, skewed()), PhaseForecast()
+    demands = (Demand(layer, "decode", (3, 5), (rows, rows)) for layer in GEOMETRY.layers)
+    step = TraceStep("decode", (tuple(LayerVisit(demand, ()) for demand in demands),))
+    for _ in range(3):
+        simulation.step(step, outcome)
+    assert (outcome.hits, outcome.misses) == ((16, 8) if places else (0, 24))
+    assert outcome.moved == outcome.misses
 
 
 def test_a_plan_for_the_device_has_a_bound_and_buffers() -> None:

@@ -43,6 +43,9 @@ _KRASIS = {
     "cache-strategy lru": "lru+active_only",
 }
 
+# of a CUDA device's steps: pairs whose experts a kernel places, and slots that it looks through
+_MAX_PAIRS, _MAX_SLOTS = 256, 8192
+
 
 @dataclass(frozen=True, slots=True)
 class StrategyChoice:
@@ -97,6 +100,21 @@ def build_strategies(text: str, context: StrategyContext) -> tuple[Strategy, Str
         for each in dict.fromkeys(choices)
     }
     return made[choices[0]], made[choices[1]]
+
+
+def has_victim_rule(prefill: Strategy, decode: Strategy, num_slots: int) -> bool:
+    """Whether a kernel of a CUDA device places what decode steps miss (`moe.runtime.victims`): it
+    knows the rule of `decode`, and prompts have no strategy that pins."""
+    known = isinstance(decode, Lru) or type(decode) is ActiveOnly
+    return (
+        known and type(prefill) in (Lru, ActiveOnly, LayerGrouped) and 0 < num_slots <= _MAX_SLOTS
+    )
+
+
+def placed_rows(top_k: int) -> int:
+    """Rows of the largest step whose experts such a kernel places. Captured steps have sizes that
+    are powers of two."""
+    return 1 << (_MAX_PAIRS // top_k).bit_length() - 1
 
 
 def _from_krasis(text: str) -> str:

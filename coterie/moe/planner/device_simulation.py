@@ -3,6 +3,8 @@
 As `moe/runtime/banked.py`: nothing is decided inside a step. Kernels read what has no slot from
 RAM, strategies decide behind the step, and what they load is copied beside the next one. A prompt
 copies what is missing ahead of itself. With all experts in slots nothing is missing.
+lru and active_only decode otherwise: a step copies what it misses into slots before it computes
+with it, and prompts change no slot.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.moe.dispatch.base import Strategy, StrategyContext
-from coterie.moe.dispatch.table import build_strategies
+from coterie.moe.dispatch.table import build_strategies, has_victim_rule, placed_rows
 from coterie.moe.planner.device_path import BUFFERS, DevicePath
 from coterie.moe.planner.workload import Workload, tokens_of
 from coterie.moe.runtime.slot_map import SlotMap
@@ -65,6 +67,10 @@ class DeviceSimulation:
         )
         self._prefill, self._decode = build_strategies(text, context)
         self._both = tuple(dict.fromkeys((self._prefill, self._decode)))
+        # rows of steps that place what they miss; 0: none does
+        self._placed_rows = 0
+        if has_victim_rule(self._prefill, self._decode, setup.slots * setup.every):
+            self._placed_rows = placed_rows(geometry.top_k)
         for strategy in self._both:
             strategy.start()
         shape = len(geometry.layers), geometry.num_experts
@@ -92,9 +98,12 @@ class DeviceSimulation:
             self._publish()
             if step.phase == "prefill":
                 self._prompt(rows, tokens, outcome)
-                self._decide(strategy, chunk, rows, step.phase)
-                # a prompt brings what it copies to slots too, beside the layers that follow
-                self._decided = [self._in_slots()]
+                if not self._placed_rows:
+                    self._decide(strategy, chunk, rows, step.phase)
+                    # a prompt brings what it copies to slots too, beside the layers that follow
+                    self._decided = [self._in_slots()]
+            elif self._placed_rows:
+                self._decoded_in_slots(strategy, chunk, rows, tokens, outcome)
             else:
                 self._decoded(strategy, chunk, rows, tokens, outcome)
             self._chances.observe(rows)
@@ -129,12 +138,37 @@ class DeviceSimulation:
         outcome.seconds += path.decode_s(
             tokens, missing.tolist(), self.setup.geometry.top_k, copied
         )
-        outcome.limit_s += path.decode_limit_s(
-            count, self._step_bytes(asked), self.setup.device_bytes_s
+        self._count(count, asked, count + copied, outcome)
+
+    def _decoded_in_slots(
+        self,
+        strategy: Strategy,
+        chunk: Sequence[LayerVisit],
+        rows: Rows,
+        tokens: int,
+        outcome: PhaseForecast,
+    ) -> None:
+        """What is missing crosses the link once, without the CPU, and has its slot at once; a step
+        of too many rows only reads it."""
+        path, used = self.setup.path, rows > 0
+        missing = (used & ~self._in_slots()).sum(axis=1)
+        count, top_k = int(missing.sum()), self.setup.geometry.top_k
+        if tokens <= self._placed_rows:
+            for visit in chunk:
+                strategy.decide(visit.demand)
+            outcome.seconds += path.copied_s(tokens, count, len(rows))
+        else:
+            outcome.seconds += path.decode_s(tokens, missing.tolist(), top_k)
+        self._decided = [self._in_slots()]
+        self._count(count, int(used.sum()), count, outcome)
+
+    def _count(self, missing: int, asked: int, moved: int, outcome: PhaseForecast) -> None:
+        outcome.limit_s += self.setup.path.decode_limit_s(
+            missing, self._step_bytes(asked), self.setup.device_bytes_s
         )
-        outcome.hits += asked - count
-        outcome.misses += count
-        outcome.moved += count + copied
+        outcome.hits += asked - missing
+        outcome.misses += missing
+        outcome.moved += moved
 
     def _prompt(self, rows: Rows, tokens: int, outcome: PhaseForecast) -> None:
         """What is missing is copied ahead, or read where that is faster."""

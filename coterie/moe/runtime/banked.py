@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from coterie.kernels.device_record import UNIT_BYTES, device_record
 from coterie.moe.dispatch.base import Demand
+from coterie.moe.dispatch.table import has_victim_rule
 from coterie.moe.runtime.bank_uploads import BankUploads, Loads
 from coterie.moe.runtime.cpu_share import open_share
 from coterie.moe.runtime.device_pool import DevicePool, PlaceTable, ResidentExperts
@@ -144,13 +145,14 @@ class BankedExperts:
 
     def _step_victims(self) -> StepVictims | None:
         """Places what decode steps miss, where a kernel knows the strategy's rule."""
-        from coterie.moe.runtime.victims import StepVictims, has_victim_rule
+        from coterie.moe.runtime.victims import StepVictims
 
         prefill, decode = (self._parts.strategies[phase] for phase in ("prefill", "decode"))
         sizes, table, tier = set(self._record_bytes.tolist()), self._table, self._tier
         # slots that KV may take are the host's to give
         is_fixed = self._parts.slabs is None
-        if not is_fixed or not has_victim_rule(prefill, decode) or len(sizes) > 1:
+        known = has_victim_rule(prefill, decode, self._slots.num_slots)
+        if not is_fixed or not known or len(sizes) > 1:
             return None
         places, tiers = table.places.view(-1), table.tiers.view(-1)
         units = tier.slot_bytes // UNIT_BYTES

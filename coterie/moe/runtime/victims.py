@@ -19,25 +19,14 @@ from torch import Tensor
 from coterie.kernels.triton import expert_victims as kernels
 from coterie.kernels.triton.expert_victims import COUNT_WORDS, FREE, STEPS, VictimState
 from coterie.moe.dispatch.active_only import ActiveOnly
-from coterie.moe.dispatch.layer_grouped import LayerGrouped
 from coterie.moe.dispatch.lru import Lru
+from coterie.moe.dispatch.table import placed_rows
 
 if TYPE_CHECKING:
     from coterie.kernels.batch import AttentionBatch
     from coterie.kernels.triton.expert_gemv import RoutedRows
     from coterie.moe.dispatch.base import MakeRoom, Strategy
     from coterie.moe.store.base import Key
-
-
-# pairs of a step whose experts are placed; and slots that one program looks through
-MAX_PAIRS, MAX_SLOTS = 256, 8192
-
-
-def has_victim_rule(prefill: Strategy, decode: Strategy) -> bool:
-    """Whether a kernel knows how steps decode, and prompts have no strategy that pins."""
-    slots = decode.context.slots.num_slots
-    known = isinstance(decode, Lru) or type(decode) is ActiveOnly
-    return known and type(prefill) in (Lru, ActiveOnly, LayerGrouped) and 0 < slots <= MAX_SLOTS
 
 
 class StepVictims:
@@ -58,8 +47,7 @@ class StepVictims:
         self._geometry, device = geometry, places.device
         self._row = {layer: row for row, layer in enumerate(geometry.layers)}
         self._room: MakeRoom = strategy.decode_room
-        # captured steps have sizes that are powers of two
-        self.max_rows = 1 << (MAX_PAIRS // geometry.top_k).bit_length() - 1
+        self.max_rows = placed_rows(geometry.top_k)
         # steps that were launched, as far as the host knows, and the last one that it has followed
         self.launched = self.followed = 0
         by_layer = isinstance(strategy, ActiveOnly)
