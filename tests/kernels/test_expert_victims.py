@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 
 pytestmark = pytest.mark.timeout(600)
 
-# strategy/slots/rows
-CASES = ["lru/3/2", "active_only/10/2"]
-MORE = [f"{name}/{slots}/{rows}" for name in ("lru", "active_only")
+# strategy/slots/rows/steps
+CASES = ["lru/3/2/4", "active_only/10/2/4"]
+MORE = [f"{name}/{slots}/{rows}/12" for name in ("lru", "active_only")
         for slots in (1, 2, 5, 9, 13, 17) for rows in (1, 3)]  # fmt: skip
 LAYERS, EXPERTS, TOP_K, SLOT_UNITS, RECORD_BYTES = 3, 6, 2, 8, 100
 
@@ -41,7 +41,7 @@ def measure(cases: list[str]) -> dict[str, float]:
 class Run:
     """Random steps of a small model, on three sides."""
 
-    def __init__(self, name: str, slots: str, rows: str) -> None:
+    def __init__(self, name: str, slots: str, rows: str, steps: str) -> None:
         from coterie.moe.dispatch.base import StrategyContext
         from coterie.moe.dispatch.table import STRATEGIES
         from coterie.moe.runtime.slot_map import SlotMap
@@ -49,7 +49,7 @@ class Run:
         from coterie.moe.store.base import ExpertGeometry
         from tests.helpers.moe.slot_simulator import COSTS
 
-        self.rows, self.draw = int(rows), random.Random()
+        self.rows, self.steps, self.draw = int(rows), int(steps), random.Random()
         # layer numbers are not their rows
         self.geometry = ExpertGeometry((1, 2, 5), EXPERTS, TOP_K)
         self.slots = SlotMap(int(slots))
@@ -78,7 +78,7 @@ class Run:
         return self.geometry.layers.index(key[0]) * EXPERTS + key[1]
 
     def differences(self) -> int:
-        return sum(self.step() for _ in range(12))
+        return sum(self.step() for _ in range(self.steps))
 
     def step(self) -> int:
         import copy
