@@ -400,7 +400,15 @@ def test_a_slow_receiver_slows_no_request_and_drops_are_counted(
     def spans(result: str) -> float:
         return far.metric(f'coterie_trace_spans_total{{result="{result}"}}')
 
-    assert spans("sent") > 0 and spans("dropped") == 0
+    def wait_for(result: str, count: float) -> None:
+        deadline = time.monotonic() + 20
+        while spans(result) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    assert far.post("/v1/chat/completions", chat()).status == 200
+    wait_for("sent", 1)
+    assert spans("dropped") == 0
     receiver.answer(wait_s=30.0)
     try:
         slowest_s = 0.0
@@ -421,8 +429,5 @@ def test_a_slow_receiver_slows_no_request_and_drops_are_counted(
     lost = spans("lost")
     trace_id = trace_of(far.post("/v1/chat/completions", chat()))
     receiver.spans(trace_id)
-    deadline = time.monotonic() + 10
-    while spans("lost") < lost + 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for("lost", lost + 2)
     receiver.answer()

@@ -60,6 +60,8 @@ class SpanExporter:
     def __init__(self, receiver: TraceReceiver, resource: Attributes, max_queue: int) -> None:
         """`max_queue`: requests that wait to be sent."""
         self._receiver, self._resource, self._max_queue = receiver, resource, max_queue
+        # a short queue must not stay full for as long as a batch may wait
+        self._batch = min(MAX_BATCH, max_queue)
         self.counts = SpanCounts()
         self._queue: deque[RequestTrace] = deque()
         # there is something to send; there is a whole batch; the server ends
@@ -93,7 +95,7 @@ class SpanExporter:
         queue.append(trace)
         if not self._filled.is_set():
             self._filled.set()
-        if len(queue) >= MAX_BATCH and not self._full.is_set():
+        if len(queue) >= self._batch and not self._full.is_set():
             self._full.set()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
@@ -127,8 +129,8 @@ class SpanExporter:
 
     def _taken(self) -> list[RequestTrace]:
         queue = self._queue
-        batch = [queue.popleft() for _ in range(min(len(queue), MAX_BATCH))]
-        if len(queue) < MAX_BATCH and not self._closing.is_set():
+        batch = [queue.popleft() for _ in range(min(len(queue), self._batch))]
+        if len(queue) < self._batch and not self._closing.is_set():
             self._full.clear()
         if not queue and not self._closing.is_set():
             self._filled.clear()
