@@ -16,7 +16,7 @@ PATHS = [
     ("llama", "cpu"),
     pytest.param("mistral", "cpu", marks=pytest.mark.full),
     pytest.param("qwen2", "cpu", marks=pytest.mark.full),
-    ("qwen3", "cpu"),
+    pytest.param("qwen3", "cpu", marks=pytest.mark.full),
     ("llama", "reference"),
     ("qwen3_moe", "cpu"),
     ("deepseek_v2", "cpu"),
