@@ -4,6 +4,7 @@ byte belongs to two; what is not needed is given back."""
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from coterie.models.text.tokenizer import load_tokenizer
 from coterie.moe.runtime.memory_trade import MemoryTrade
 from coterie.moe.runtime.slabs import KvBlocks, plan_slabs
 from coterie.moe.runtime.slot_map import SlotMap
+from coterie.moe.runtime.tiers import HostTier
 from coterie.moe.store.base import Key
 from coterie.obs.tables import MOE_SERIES
 from coterie.weights.checkpoint import open_checkpoint
@@ -258,3 +260,20 @@ def test_one_lane_with_all_blocks_is_needed() -> None:
     with pytest.raises(ConfigError, match="divides"):
         Engine(model, tokenizer, [replace(lanes[0], num_blocks=blocks + 1)])
     model.close()
+
+
+def test_a_load_that_ends_just_now_is_not_taken_for_a_lost_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has told its end, and releases its entry in RAM a moment later."""
+    released = HostTier.release
+
+    def late(self: HostTier, *entries: Any) -> None:
+        time.sleep(0.02)
+        released(self, *entries)
+
+    monkeypatch.setattr(HostTier, "release", late)
+    model = loaded(replace(SETTINGS, strategy="chunked"))
+    with elastic_engine(model) as (engine, _):
+        runtime: Any = engine._experts._runtime  # type: ignore[union-attr]
+        assert serve(engine, [0], runtime.check) == [answers("reference")[0]]

@@ -372,8 +372,8 @@ class ExpertRuntime:
             self._banked.finish()
         self._host.check()
         self._device.check()
-        if self._host.pinned_keys:
-            raise InternalError(f"host entries left in use: {self._host.pinned_keys}")
+        if left := self._host.keys_in_use(wait_s=5.0):
+            raise InternalError(f"host entries left in use: {left}")
         for key in list(self._slots.keys()):
             if self._device.slot_of(key) != self._slots.slot_of(key):
                 raise InternalError(f"expert {key} does not lie where it is believed to")

@@ -232,10 +232,16 @@ class HostTier:
         with self._changed:
             return sum(self._places[entry.place][1] for entry in self._entries.values())
 
-    @property
-    def pinned_keys(self) -> list[Key]:
-        with self._changed:
+    def keys_in_use(self, wait_s: float) -> list[Key]:
+        """Once there are none, or after so long: a load that has ended releases its entry a moment
+        later."""
+
+        def keys() -> list[Key]:
             return [entry.key for entry in self._entries.values() if entry.pins]
+
+        with self._changed:
+            self._changed.wait_for(lambda: not keys(), wait_s)
+            return keys()
 
     def check(self) -> None:
         """Raise unless every place is free or has exactly one entry, and tables list what is
