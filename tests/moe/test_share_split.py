@@ -85,8 +85,8 @@ def test_a_late_cpu_gets_less_and_is_tried_again(
     share: CpuShare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_share, "_LEAST_GAIN_S", 0.0)
-    monkeypatch.setattr(cpu_share, "_QUIET_STEPS", 3)
     monkeypatch.setattr(cpu_share, "_JOB_S", 0.0)
+    share._patience = 3
     assert share.start(1e6)
     assert share.state.table.any()
     share._counts = replace(share._counts, nbytes=share._counts.nbytes - 1000)
@@ -97,9 +97,41 @@ def test_a_late_cpu_gets_less_and_is_tried_again(
     share.rates = ShareRates(1e15, 1.0)
     share._send()
     assert not share.state.table.any()
-    for _ in range(3):
+    for _ in range(2):
         share.follow()
+    assert not share.state.table.any()
+    rung = int(share._bell.rung)
+    share.follow()
     assert share.state.table.any() and share.rates == share.measured
+    # the device's next number is the one behind those of the measurement
+    assert int(share.state.state[0]) == int(share._bell.rung) > rung
+
+
+def test_a_cpu_that_was_busy_at_start_is_measured_again(
+    share: CpuShare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_share, "_LEAST_GAIN_S", 1e-6)
+    monkeypatch.setattr(cpu_share, "_JOB_S", 0.0)
+    measure, slow = share._measure, [True, True]
+    monkeypatch.setattr(share, "_measure", lambda: 1.0 if slow and slow.pop() else measure())
+    share._patience = 4
+    # worth nothing now, but the experts are large enough for such a link
+    assert share.start(1e6) and not share.state.table.any()
+    asked = 0
+    while not share.state.table.any():
+        share.follow()
+        asked += 1
+    # still busy at the first time, and then twice as long
+    assert asked == 4 + 8 and share.measured.cpu > 1.0
+    assert share._patience == cpu_share._QUIET_STEPS
+
+
+def test_a_silent_cpu_is_not_measured_behind_a_job_that_waits(share: CpuShare) -> None:
+    share.start(52e9)
+    share.pause(True)
+    share._bell.rung.add_(1)
+    assert share._measure() == 0.0 and int(share._bell.rung) == int(share.state.state[0]) + 1
+    share.pause(False)
 
 
 def test_silence_fails_one_step_and_the_cpu_gets_nothing_until_it_answers(share: CpuShare) -> None:

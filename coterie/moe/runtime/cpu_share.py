@@ -43,9 +43,10 @@ _LEAST_GAIN_S = 10e-6
 # jobs from which rates are taken, the weight of a new rate, and the change from which on the device
 # gets a new table
 _JOBS, _NEW, _CHANGE = 96, 0.5, 0.03
-# a device that waits longer than this part of its own time; and steps without jobs behind which the
-# CPU is tried again
-_LONG_WAIT, _QUIET_STEPS = 0.1, 1000
+# a device that waits longer than this part of its own time
+_LONG_WAIT = 0.1
+# steps without jobs behind which the CPU is measured again, the first time and at most
+_QUIET_STEPS, _MAX_QUIET_STEPS = 1000, 64_000
 # rates of steps, relative to those at start
 _SLOWEST, _FASTEST = 16, 1.5
 # jobs of the measurement at start, and experts in each
@@ -108,8 +109,9 @@ class CpuShare:
         self.measured = self.rates = ShareRates(float("inf"), 0.0)
         # rates of which the device has the table
         self._sent: ShareRates | None = None
-        # whether that table gives the CPU anything, and the steps since the last rates
-        self._gives, self._quiet = False, 0
+        # whether that table gives the CPU anything; the steps since the last rates, and how many of
+        # them are waited for
+        self._gives, self._quiet, self._patience = False, 0, _QUIET_STEPS
         self._taken: dict[tuple[int, ...], Tensor] = {}
         self._sums, self._waited_ns = [0] * len(self._bell.sums), 0
         self._counts = self._coordinator.counts()
@@ -119,19 +121,27 @@ class CpuShare:
         self.failures, self._is_off, self._failed = 0, False, 0
 
     def start(self, link_rate: float) -> bool:
-        """Measure the CPU. Returns whether its share is worth anything."""
-        self.measured = ShareRates(link_rate, self._measure())
-        self.rates = self.measured
+        """Measure the CPU. Returns whether its share could be worth anything, now or when the
+        machine is less busy."""
+        cpu_rate = self._measure()
+        self.rates = self.measured = ShareRates(link_rate, cpu_rate)
         self._send()
-        return any(self.rates.table(self._geometry.num_experts, self.record))
+        best = ShareRates(link_rate, max(cpu_rate, link_rate))
+        return cpu_rate > 0 and any(best.table(self._geometry.num_experts, self.record))
 
     @torch.inference_mode()
     def _measure(self) -> float:
-        """Bytes per second of jobs with whole experts, before any step has run."""
+        """Bytes per second of jobs with whole experts; 0 if one is not answered. No step may ring
+        meanwhile."""
         bell, pairs = self._bell, self._bell.pairs
+        first = int(bell.rung.numpy()[0])
+        if not self._answered(first, 0.0):
+            return 0.0
         bell.x.normal_()
         one = torch.ones(1).view(torch.int32)
         before = self._coordinator.counts()
+        # what the device rings next follows on these
+        self.state.state[0] = first + _MEASURED_JOBS
         for number in range(1, _MEASURED_JOBS + 1):
             row = number * 7 % len(self._layers)
             layer = self._geometry.layers[row]
@@ -142,10 +152,10 @@ class CpuShare:
             bell.job.copy_(torch.tensor([row, 1, _MEASURED_EXPERTS]))
             if number == 5:  # the threads are awake and have seen their memory
                 before = self._coordinator.counts()
-            bell.rung.fill_(number)
-            if not self._answered(number, LIMIT_NS / 1e9):
+            bell.rung.fill_(first + number)
+            if not self._answered(first + number, LIMIT_NS / 1e9):
+                self.state.state[0] = first + number
                 return 0.0
-        self.state.state[0] = _MEASURED_JOBS
         now = self._counts = self._coordinator.counts()
         return (now.nbytes - before.nbytes) / max(1e-9, (now.busy_ns - before.busy_ns) / 1e9)
 
@@ -224,12 +234,18 @@ class CpuShare:
             self._send()
 
     def _try_again(self) -> None:
-        """Where the CPU was too slow to get anything, it gets what it could do at start now and
-        then: without jobs nobody would notice that it is faster again."""
+        """Where the CPU was too slow to get anything, it is measured now and then, less and less
+        often: without jobs nobody would notice that it is faster again."""
         self._quiet += 1
-        if self._quiet >= _QUIET_STEPS and not self._gives:
-            self._quiet, self.rates = 0, self.measured
+        if self._quiet < self._patience or self._gives:
+            return
+        cpu_rate, link_rate = self._measure(), self.measured.link
+        self._quiet, self._patience = 0, min(2 * self._patience, _MAX_QUIET_STEPS)
+        if cpu_rate > 0:
+            self.rates = self.measured = ShareRates(link_rate, cpu_rate)
             self._send()
+        if self._gives:
+            self._patience = _QUIET_STEPS
 
     @torch.inference_mode()
     def _send(self) -> None:
