@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.kernels import cpu_share
 from coterie.kernels.cpu.build import find_compiler, native
 from coterie.kernels.cpu.share import ShareBell, ShareCoordinator, ShareRecords, share_torch
 from coterie.kernels.device_record import DeviceRecord
@@ -185,3 +188,16 @@ def test_thread_ends_with_its_owner() -> None:
     del coordinator
     gc.collect()
     assert len(os.listdir("/proc/self/task")) == before
+
+
+def test_its_benchmark_tells_fixed_cost_and_rate(tmp_path: Path) -> None:
+    file = tmp_path / "share.json"
+    assert cpu_share.main(["--smoke", "--kinds", "int4", "bf16", "--json", str(file)]) == 0
+    told = json.loads(file.read_text())
+    assert told["limit_bytes_s"] > 0 and set(told["kinds"]) == {"int4", "bf16"}
+    for found in told["kinds"].values():
+        assert all(seconds > 0 for seconds in found["seconds"].values())
+    # of a line that is known: 20 us, and 4 GB/s
+    known = {count: 2e-5 + count * 10**6 / 4e9 for count in cpu_share.COUNTS}
+    fixed, rate = cpu_share.fitted(10**6, known)
+    assert fixed == pytest.approx(2e-5) and rate == pytest.approx(4e9)
