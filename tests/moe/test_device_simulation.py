@@ -156,6 +156,20 @@ def test_a_step_reads_what_gets_no_slot_and_keeps_what_it_uses() -> None:
     assert [each for _, each in seconds] == pytest.approx([each for _, each in expected])
 
 
+def test_where_kv_may_take_slots_no_step_places_its_misses() -> None:
+    """What lru loads is then copied beside the next step, as with other strategies."""
+    moved = []
+    for elastic in (False, True):
+        settings = MoeSettings(device_budget="25%", host_budget="100%", elastic_memory=elastic)
+        made = forecast_row(
+            on_gpu(uniform()), MemoryDivision(settings, needs(one_memory=False)), "lru"
+        )
+        assert made is not None and made.in_place
+        misses = 8 * (1 - made.decode_hit_rate) * 10 * MB
+        moved.append(made.moved_bytes_per_token / misses)
+    assert moved[0] == pytest.approx(1.0) and moved[1] > 1.5
+
+
 def test_a_layer_misses_what_lost_its_slot_earlier_in_the_step() -> None:
     """Two slots for four layers of two experts: only the last layer's are there behind a step."""
     setup = on_gpu().setup(TierSlots(2, GEOMETRY.total), in_place=True, streams=True).device

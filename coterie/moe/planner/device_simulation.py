@@ -51,6 +51,8 @@ class DeviceSetup:
     every: int = 1
     # whether there are buffers for prompts; otherwise their kernels read what is missing
     streams: bool = True
+    # whether KV may take slots: the device then gives none itself
+    elastic: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -71,7 +73,8 @@ class DeviceSimulation:
         self._both = tuple(dict.fromkeys((self._prefill, self._decode)))
         # rows of steps that place what they miss; 0: none does
         self._placed_rows = 0
-        if has_victim_rule(self._prefill, self._decode, setup.slots * setup.every):
+        known = has_victim_rule(self._prefill, self._decode, setup.slots * setup.every)
+        if known and not setup.elastic:
             self._placed_rows = placed_rows(geometry.top_k)
         for strategy in self._both:
             strategy.start()
