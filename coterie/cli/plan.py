@@ -69,6 +69,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def make(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The whole plan as plain values."""
+    from coterie.models.base import read_spec
     from coterie.models.plan_inputs import open_plan_inputs
     from coterie.moe.planner.advice import advise
     from coterie.moe.planner.plan import pick, plan
@@ -77,8 +78,11 @@ def make(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     if args.threads:
         use_threads(args.threads)
-    device = device_of(args.device or "auto")
-    prospect = open_plan_inputs(open_checkpoint(path), args.dtype or "auto", device)
+    device, checkpoint = device_of(args.device or "auto"), open_checkpoint(path)
+    if args.context:
+        # refuses what a server would
+        read_spec(checkpoint, args.context)
+    prospect = open_plan_inputs(checkpoint, args.dtype or "auto", device)
     try:
         machine = prospect.machine(again=args.remeasure, say=note)
         load = prospect.workload(args.trace, _heatmap(path, prospect, args.workload))

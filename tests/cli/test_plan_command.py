@@ -199,14 +199,13 @@ def test_bytes_are_for_people(model: Path) -> None:
     assert not re.search(r"\d{7,}B", out)
 
 
-def test_a_device_that_is_not_here_and_too_many_threads_are_refused(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_server_refuses_is_not_planned(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for flag, value, said in (
         ("--device", "cuda", "there is no CUDA device here"),
         ("--device", "banana", "it is auto, cpu, cuda or cuda:N"),
         ("--threads", "100000", "it must be 1 to 1024"),
+        ("--context", "129", "over the model's own limit of 128"),
     ):
         status, out, err = run(str(model), flag, value)
         assert (status, out) == (2, "") and said in err, err
