@@ -69,16 +69,20 @@ def execute(args: argparse.Namespace) -> int:
 
 def make(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The whole plan as plain values."""
-    import torch
-
+    from coterie.models.base import read_spec
     from coterie.models.plan_inputs import open_plan_inputs
     from coterie.moe.planner.advice import advise
     from coterie.moe.planner.plan import pick, plan
     from coterie.weights.checkpoint import open_checkpoint
+    from coterie.workers.device import device_of, use_threads
 
     if args.threads:
-        torch.set_num_threads(args.threads)
-    prospect = open_plan_inputs(open_checkpoint(path), args.dtype or "auto", _device(args.device))
+        use_threads(args.threads)
+    device, checkpoint = device_of(args.device or "auto"), open_checkpoint(path)
+    if args.context:
+        # refuses what a server would
+        read_spec(checkpoint, args.context)
+    prospect = open_plan_inputs(checkpoint, args.dtype or "auto", device)
     try:
         machine = prospect.machine(again=args.remeasure, say=note)
         load = prospect.workload(args.trace, _heatmap(path, prospect, args.workload))
@@ -214,14 +218,6 @@ def _settings(args: argparse.Namespace) -> MoeSettings:
         host_budget=args.host_budget or "",
         cache_capacity=args.cache_capacity or 0,
     )
-
-
-def _device(wanted: str | None) -> str:
-    import torch
-
-    if wanted in (None, "auto"):
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return str(wanted)
 
 
 def _heatmap(path: Path, prospect: PlanInputs, workload: str) -> Any:

@@ -44,6 +44,8 @@ from coterie.core.settings import (
 
 DTYPES = ("auto", "fp32", "bf16", "int8", "int4")
 CAPTURES = ("start", "lazy", "off")
+# of one engine: the machine may not have room for more, and OpenMP then ends the process
+MAX_THREADS = 1024
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -154,7 +156,7 @@ class EngineSettings:
         "integer",
         "CPU threads per engine; 0 = the cores of this machine, shared by the engines.",
         low=0,
-        high=1024,
+        high=MAX_THREADS,
     )
     kv_bytes: int = key(
         0,

@@ -97,11 +97,13 @@ class RequestLedger:
     def spent(self, busy_s: float, ran_s: float) -> TimeSpent:
         """`ran_s`: since its first step was scheduled, until which all steps took `busy_s`."""
         elsewhere = min(busy_s - self.from_s, ran_s) - self.own_s
+        # what the engine did for its first step before that was scheduled is in its queue's time
+        early = max(0.0, self.own_s - ran_s)
         return TimeSpent(
             self.device_s,
             self.link_s,
             self.disk_s,
             self.cpu_s,
-            self.host_s,
+            max(0.0, self.host_s - early),
             self.prompts_s + max(0.0, elsewhere),
         )

@@ -17,7 +17,7 @@ from coterie.obs.log import configure, log
 from coterie.workers import wire
 from coterie.workers.contract import ReplicaInfo, WorkerCommand, WorkerReport
 from coterie.workers.lifeline import end, end_with_parent, first_message
-from coterie.workers.loop import serve
+from coterie.workers.loop import first_report, serve
 
 
 class WorkerChannel:
@@ -71,7 +71,7 @@ def main(address: str) -> int:
         return 1
     threading.Thread(target=host.engine.warm_grammars, name="grammars", daemon=True).start()
     channel.load(wire.LoadOutcome(host.info))
-    channel.send(WorkerReport(lanes=host.engine.lane_states()))
+    channel.send(first_report(host))
     try:
         serve(host, channel.receive, channel.send)
     except Exception as error:

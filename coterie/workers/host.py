@@ -55,6 +55,7 @@ from coterie.workers.contract import (
     ReplicaInfo,
     WorkerSpec,
 )
+from coterie.workers.device import device_of, use_threads
 from coterie.workers.warmup import HeatmapFile, heatmap_path, refine
 
 if TYPE_CHECKING:
@@ -112,9 +113,9 @@ def build_engine(spec: WorkerSpec, progress: Progress | None = None) -> EngineHo
 
 
 def _build(spec: WorkerSpec, progress: Progress | None) -> EngineHost:
-    device = _device(spec.device)
+    device = device_of(spec.device)
     threads = spec.threads or memory.cores()
-    torch.set_num_threads(threads)
+    use_threads(threads)
     checkpoint = open_checkpoint(Path(spec.model))
     contexts = [lane.context for lane in spec.lanes]
     context = max(contexts) if all(contexts) else None
@@ -351,14 +352,6 @@ def _moe_kv_bytes(spec: WorkerSpec, shape: ModelSpec, checkpoint: Checkpoint, de
     useful = sum(lane.max_sequences * n for lane, n in zip(spec.lanes, contexts, strict=True))
     share = min(memory.auto_kv_bytes(device, beside_experts=True), useful * token_bytes)
     return max(whole, share) if all(lane.context for lane in spec.lanes) else share
-
-
-def _device(setting: str) -> str:
-    if setting == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if setting.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"engine.device is {setting!r} and there is no CUDA device here")
-    return setting
 
 
 def _generation(config: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from coterie.workers.contract import (
     merged_states,
 )
 from coterie.workers.in_flight import InFlightRequests
-from coterie.workers.loop import serve
+from coterie.workers.loop import first_report, serve
 
 CLOSE_S = 30.0
 
@@ -125,8 +125,7 @@ class InprocReplica:
             from coterie.workers.host import build_engine
 
             host = build_engine(self._spec)
-            states = {state.lane: state for state in host.engine.lane_states()}
-            loop.call_soon_threadsafe(self._loaded, ready, host.info, states)
+            loop.call_soon_threadsafe(self._loaded, ready, host.info, first_report(host))
             serve(host, self._receive, publish)
             host.close()
         except Exception as error:
@@ -143,9 +142,9 @@ class InprocReplica:
                 return commands
 
     def _loaded(
-        self, ready: asyncio.Future[ReplicaInfo], info: ReplicaInfo, states: dict[str, LaneState]
+        self, ready: asyncio.Future[ReplicaInfo], info: ReplicaInfo, report: WorkerReport
     ) -> None:
-        self._lanes = states
+        self._take(report)
         if not ready.done():
             ready.set_result(info)
 

@@ -58,6 +58,13 @@ def serve(host: EngineHost, receive: Receive, publish: Publish) -> None:
         host.save_if_due()
 
 
+def first_report(host: EngineHost) -> WorkerReport:
+    """Before the first request: metrics show what was placed and reserved at start."""
+    report = WorkerReport(lanes=host.engine.lane_states(), stats=host.engine.stats())
+    drop_bad_values(report, fault_of)
+    return report
+
+
 # prefix digests that changed are sent this often, not with every step: they may be kilobytes
 PREFIXES_EVERY_S = 0.25
 

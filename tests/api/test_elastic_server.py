@@ -43,6 +43,11 @@ def ask(server: Served, index: int, length: int = 90, tokens: int = 24) -> list[
 
 
 def test_eight_long_contexts_take_slots_from_experts_and_give_them_back(server: Served) -> None:
+    # told before the first request
+    deadline = time.monotonic() + 10
+    while not (slabs := server.metric("coterie_moe_slabs", owner="experts")):
+        assert time.monotonic() < deadline
+    assert slabs == 5 and server.metric("coterie_moe_slabs", owner="kv") == 0
     alone = [ask(server, index) for index in range(8)]
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda index: ask(server, index), range(8)))

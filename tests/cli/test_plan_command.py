@@ -197,3 +197,18 @@ def test_shares_come_to_the_slots_they_stand_for(total: int) -> None:
 def test_bytes_are_for_people(model: Path) -> None:
     _, out, _ = run(str(model))
     assert not re.search(r"\d{7,}B", out)
+
+
+def test_what_a_server_refuses_is_not_planned(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for flag, value, said in (
+        ("--device", "cuda", "there is no CUDA device here"),
+        ("--device", "banana", "it is auto, cpu, cuda or cuda:N"),
+        ("--threads", "100000", "it must be 1 to 1024"),
+        ("--context", "129", "over the model's own limit of 128"),
+    ):
+        status, out, err = run(str(model), flag, value)
+        assert (status, out) == (2, "") and said in err, err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert run(str(model), "--device", "cuda:2")[0] == 2

@@ -107,6 +107,11 @@ def test_waits_never_exceed_their_step() -> None:
     spent = mine.spent(ledger.busy_s, 1.6)
     assert spent.others_s == pytest.approx(0.6)
     assert spent.total_s == pytest.approx(1.6)
+    # 0.2 s of its first step's work were before it was scheduled, in its time in the queue
+    at_once = RequestLedger()
+    at_once.add(1, times, 0.0)
+    assert at_once.spent(1.0, 0.8).total_s == pytest.approx(0.8)
+    assert at_once.spent(1.0, 0.8).host_s == pytest.approx(0.05)
     # after a pause without requests
     ledger.idle()
     assert ledger.step(50.0, 51.0, 0.25, None).host_s == 0

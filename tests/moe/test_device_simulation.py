@@ -136,6 +136,53 @@ def test_steps_of_too_many_rows_place_nothing(rows: int, places: bool) -> None:
     assert outcome.moved == outcome.misses
 
 
+def test_a_step_reads_what_gets_no_slot_and_keeps_what_it_uses() -> None:
+    """One slot for each layer, whose steps use two experts: nothing is copied in waves."""
+    setup = on_gpu().setup(TierSlots(4, GEOMETRY.total), in_place=True, streams=True).device
+    assert setup is not None
+    simulation = DeviceSimulation("active_only", setup, skewed())
+    seconds = []
+    for used in ((3, 5), (3, 5), (5, 7), (3, 9)):
+        outcome = PhaseForecast()
+        demands = (Demand(layer, "decode", used, (1, 1)) for layer in GEOMETRY.layers)
+        step = TraceStep("decode", (tuple(LayerVisit(demand, ()) for demand in demands),))
+        simulation.step(step, outcome)
+        seconds.append((outcome.hits, outcome.seconds))
+    # 0.5 ms a copy, 1 ms a read, in each of 4 layers: 3 stays until 5 takes its slot
+    copy_s, read_s = 4 * 0.5e-3, 4 * 1e-3
+    both = 5e-4 + copy_s + read_s
+    expected = [(0, both), (4, 5e-4 + read_s), (0, both), (0, both)]
+    assert [hits for hits, _ in seconds] == [hits for hits, _ in expected]
+    assert [each for _, each in seconds] == pytest.approx([each for _, each in expected])
+
+
+def test_where_kv_may_take_slots_no_step_places_its_misses() -> None:
+    """What lru loads is then copied beside the next step, as with other strategies."""
+    moved = []
+    for elastic in (False, True):
+        settings = MoeSettings(device_budget="25%", host_budget="100%", elastic_memory=elastic)
+        made = forecast_row(
+            on_gpu(uniform()), MemoryDivision(settings, needs(one_memory=False)), "lru"
+        )
+        assert made is not None and made.in_place
+        misses = 8 * (1 - made.decode_hit_rate) * 10 * MB
+        moved.append(made.moved_bytes_per_token / misses)
+    assert moved[0] == pytest.approx(1.0) and moved[1] > 1.5
+
+
+def test_a_layer_misses_what_lost_its_slot_earlier_in_the_step() -> None:
+    """Two slots for four layers of two experts: only the last layer's are there behind a step."""
+    setup = on_gpu().setup(TierSlots(2, GEOMETRY.total), in_place=True, streams=True).device
+    assert setup is not None
+    simulation, outcome = DeviceSimulation("lru", setup, skewed()), PhaseForecast()
+    demands = (Demand(layer, "decode", (3, 5), (1, 1)) for layer in GEOMETRY.layers)
+    step = TraceStep("decode", (tuple(LayerVisit(demand, ()) for demand in demands),))
+    for _ in range(2):
+        simulation.step(step, outcome)
+    assert (outcome.hits, outcome.misses, outcome.moved) == (0, 16, 16)
+    assert outcome.seconds == pytest.approx(2 * (5e-4 + 8 * 0.5e-3))
+
+
 def test_a_plan_for_the_device_has_a_bound_and_buffers() -> None:
     rows = plan(on_gpu(), [way("25%")])
     assert {each.strategy for each in rows} >= {*STRATEGIES, BELADY}

@@ -113,7 +113,9 @@ def test_a_cpu_that_was_busy_at_start_is_measured_again(
     monkeypatch.setattr(cpu_share, "_LEAST_GAIN_S", 1e-6)
     monkeypatch.setattr(cpu_share, "_JOB_S", 0.0)
     measure, slow = share._measure, [True, True]
-    monkeypatch.setattr(share, "_measure", lambda: 1.0 if slow and slow.pop() else measure())
+    monkeypatch.setattr(
+        share, "_measure", lambda *limit: 1.0 if slow and slow.pop() else measure(*limit)
+    )
     share._patience = 4
     # worth nothing now, but the experts are large enough for such a link
     assert share.start(1e6) and not share.state.table.any()
@@ -124,6 +126,19 @@ def test_a_cpu_that_was_busy_at_start_is_measured_again(
     # still busy at the first time, and then twice as long
     assert asked == 4 + 8 and share.measured.cpu > 1.0
     assert share._patience == cpu_share._QUIET_STEPS
+
+
+def test_a_measurement_beside_requests_is_short(share: CpuShare) -> None:
+    """A CPU that is slow now would let them wait for all jobs."""
+    share.start(52e9)
+    rung = int(share._bell.rung)
+    assert share._measure(0.0) > 0
+    assert int(share.state.state[0]) == int(share._bell.rung) == rung + 1
+    asked: list[float] = []
+    share._measure = lambda limit_s=0.0: asked.append(limit_s) or 0.0  # type: ignore
+    share._patience, share._gives = 1, False
+    share.follow()
+    assert asked == [cpu_share._BESIDE_REQUESTS_S]
 
 
 def test_a_silent_cpu_is_not_measured_behind_a_job_that_waits(share: CpuShare) -> None:

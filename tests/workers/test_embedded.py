@@ -132,5 +132,10 @@ def test_when_steps_are_captured(tmp_path: Path) -> None:
         with LLM(given, dtype="fp32", threads=1, kv_bytes=2_000_000, capture_graphs=mode) as llm:
             assert llm.graph_stats() == {} and llm.info.graph_bytes == 0
             assert len(llm.generate("a", max_tokens=2)[0].token_ids) == 2
+    for count in (100_000, -1):
+        with pytest.raises(ConfigError, match=f"engine.threads is {count}"):
+            LLM(given, threads=count)
+    with pytest.raises(ConfigError, match=r"engine\.device is 'banana'"):
+        LLM(given, device="banana")
     with pytest.raises(ConfigError, match="capture_graphs"):
         LLM(str(tmp_path), capture_graphs="never")

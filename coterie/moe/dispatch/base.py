@@ -215,6 +215,19 @@ def place_in_waves(slots: SlotMap, demand: Demand, room: MakeRoom) -> list[Wave]
     return waves
 
 
+def place_misses(slots: SlotMap, used: Sequence[Key], room: MakeRoom) -> list[tuple[Key, int]]:
+    """As a CUDA device does inside a step, which has no waves: each missing expert of `used`, all
+    of one layer, takes a slot that the layer does not use. One without a slot is read where it
+    lies. Returns what is copied, and to which slots."""
+    absent = slots.use(used)
+    busy, copied = set(used).difference(absent), []
+    for key in absent:
+        if room(key, busy):
+            copied.append((key, slots.place(key)))
+            busy.add(key)
+    return copied
+
+
 def evict_oldest(slots: SlotMap) -> MakeRoom:
     """Evicts the least recently used expert of all layers."""
 

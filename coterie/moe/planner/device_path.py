@@ -94,11 +94,11 @@ class DevicePath:
         # the CPU computes on while the link copies
         return max(seconds + reading + min(copying, reading) * self.link_part, copying)
 
-    def copied_s(self, rows: int, missing: int, layers: int) -> float:
+    def copied_s(self, rows: int, copied: int, read: Sequence[float], top_k: int) -> float:
         """A step that copies what it misses into slots before it computes with it: nothing runs
-        beside the copies."""
-        seconds = self.rest_s + layers * self.decode_layer.at(rows)
-        return seconds + missing * self.record_bytes / self.copy_bytes_s
+        beside the copies. `read`: experts by layer that get no slot."""
+        copying = copied * self.record_bytes / self.copy_bytes_s
+        return self.decode_s(rows, read, top_k) + copying
 
     def prompt_s(
         self, rows: int, copied: Sequence[float], read: Sequence[float], top_k: int

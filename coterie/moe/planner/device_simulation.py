@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from coterie.moe.dispatch.base import Strategy, StrategyContext
+from coterie.moe.dispatch.active_only import ActiveOnly
+from coterie.moe.dispatch.base import Strategy, StrategyContext, place_misses
+from coterie.moe.dispatch.lru import Lru
 from coterie.moe.dispatch.table import build_strategies, has_victim_rule, placed_rows
 from coterie.moe.planner.device_path import BUFFERS, DevicePath
 from coterie.moe.planner.workload import Workload, tokens_of
@@ -49,6 +51,8 @@ class DeviceSetup:
     every: int = 1
     # whether there are buffers for prompts; otherwise their kernels read what is missing
     streams: bool = True
+    # whether KV may take slots: the device then gives none itself
+    elastic: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -69,7 +73,8 @@ class DeviceSimulation:
         self._both = tuple(dict.fromkeys((self._prefill, self._decode)))
         # rows of steps that place what they miss; 0: none does
         self._placed_rows = 0
-        if has_victim_rule(self._prefill, self._decode, setup.slots * setup.every):
+        known = has_victim_rule(self._prefill, self._decode, setup.slots * setup.every)
+        if known and not setup.elastic:
             self._placed_rows = placed_rows(geometry.top_k)
         for strategy in self._both:
             strategy.start()
@@ -103,7 +108,7 @@ class DeviceSimulation:
                     # a prompt brings what it copies to slots too, beside the layers that follow
                     self._decided = [self._in_slots()]
             elif self._placed_rows:
-                self._decoded_in_slots(strategy, chunk, rows, tokens, outcome)
+                self._decoded_in_slots(chunk, rows, tokens, outcome)
             else:
                 self._decoded(strategy, chunk, rows, tokens, outcome)
             self._chances.observe(rows)
@@ -141,26 +146,35 @@ class DeviceSimulation:
         self._count(count, asked, count + copied, outcome)
 
     def _decoded_in_slots(
-        self,
-        strategy: Strategy,
-        chunk: Sequence[LayerVisit],
-        rows: Rows,
-        tokens: int,
-        outcome: PhaseForecast,
+        self, chunk: Sequence[LayerVisit], rows: Rows, tokens: int, outcome: PhaseForecast
     ) -> None:
-        """What is missing crosses the link once, without the CPU, and has its slot at once; a step
-        of too many rows only reads it."""
-        path, used = self.setup.path, rows > 0
-        missing = (used & ~self._in_slots()).sum(axis=1)
-        count, top_k = int(missing.sum()), self.setup.geometry.top_k
+        """What is missing crosses the link once, without the CPU, and has its slot at once, where
+        there is one; a step of too many rows only reads it."""
+        path, asked = self.setup.path, int((rows > 0).sum())
+        top_k = self.setup.geometry.top_k
         if tokens <= self._placed_rows:
-            for visit in chunk:
-                strategy.decide(visit.demand)
-            outcome.seconds += path.copied_s(tokens, count, len(rows))
+            missing, copied = self._place(chunk)
+            read = (missing - copied).tolist()
+            outcome.seconds += path.copied_s(tokens, int(copied.sum()), read, top_k)
         else:
+            missing = ((rows > 0) & ~self._in_slots()).sum(axis=1)
             outcome.seconds += path.decode_s(tokens, missing.tolist(), top_k)
         self._decided = [self._in_slots()]
-        self._count(count, int(used.sum()), count, outcome)
+        count = int(missing.sum())
+        self._count(count, asked, count, outcome)
+
+    def _place(self, chunk: Sequence[LayerVisit]) -> tuple[Rows, Rows]:
+        """By layer: experts that are missing when it runs (a layer before it may have taken their
+        slots), and those of them that are copied to slots."""
+        assert isinstance(self._decode, Lru | ActiveOnly)
+        missing, copied = (np.zeros(len(self._row), dtype=np.int64) for _ in range(2))
+        for visit in chunk:
+            layer = visit.demand.layer
+            used = [(layer, expert) for expert in visit.demand.experts]
+            missing[self._row[layer]] = sum(key not in self._slots for key in used)
+            placed = place_misses(self._slots, used, self._decode.decode_room)
+            copied[self._row[layer]] = len(placed)
+        return missing, copied
 
     def _count(self, missing: int, asked: int, moved: int, outcome: PhaseForecast) -> None:
         outcome.limit_s += self.setup.path.decode_limit_s(

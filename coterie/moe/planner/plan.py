@@ -167,6 +167,8 @@ class PlacedTiers:
     buffers: int = 0
     # a GPU's kernels read from RAM what has no slot
     in_place: bool = False
+    # KV may take slots
+    elastic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +185,14 @@ class PlanCase:
     every: int = 1
 
     def setup(
-        self, tiers: TierSlots, in_place: bool = False, streams: bool = True
+        self,
+        tiers: TierSlots,
+        in_place: bool = False,
+        streams: bool = True,
+        elastic: bool = False,
     ) -> SimulationSetup:
         """`in_place`: a GPU's kernels read from RAM what has no slot; `streams`: prompts have
-        buffers to copy it to."""
+        buffers to copy it to; `elastic`: KV may take slots."""
         model, machine, part = self.model, self.machine, self.every
         profile = machine.profiles[self.profile]
         costs = CostModel(machine, profile, tiers.host > 0, tiers.shared)
@@ -197,6 +203,7 @@ class PlanCase:
         )
         slots = TierSlots(self._slots(tiers.device), self._slots(tiers.host), tiers.shared)
         device = self._device(tiers, slots, in_place, streams)
+        device = device and replace(device, elastic=elastic)
         return SimulationSetup(self.load.geometry, slots, costs, times, least_s / part, device)
 
     def _device(
@@ -227,7 +234,8 @@ class PlanCase:
             return PlacedTiers(tiers)
         most = 2 * self.model.geometry.num_experts
         count, buffers = with_buffers(division.settings, tiers.device, most)
-        return PlacedTiers(replace(tiers, device=count), buffers, in_place=True)
+        elastic = division.settings.elastic_memory
+        return PlacedTiers(replace(tiers, device=count), buffers, in_place=True, elastic=elastic)
 
     def _slots(self, count: int) -> int:
         """The same share of the replayed experts; all of them when `count` is all."""
@@ -385,7 +393,7 @@ def _forecast(
 
 
 def _setup(case: PlanCase, placed: PlacedTiers) -> SimulationSetup:
-    return case.setup(placed.tiers, placed.in_place, placed.buffers > 0)
+    return case.setup(placed.tiers, placed.in_place, placed.buffers > 0, placed.elastic)
 
 
 def _row(

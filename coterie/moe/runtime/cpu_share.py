@@ -51,6 +51,8 @@ _QUIET_STEPS, _MAX_QUIET_STEPS = 1000, 64_000
 _SLOWEST, _FASTEST = 16, 1.5
 # jobs of the measurement at start, and experts in each
 _MEASURED_JOBS, _MEASURED_EXPERTS = 24, 4
+# a measurement while requests wait for their next step begins no job after so long
+_BESIDE_REQUESTS_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +132,16 @@ class CpuShare:
         return cpu_rate > 0 and any(best.table(self._geometry.num_experts, self.record))
 
     @torch.inference_mode()
-    def _measure(self) -> float:
-        """Bytes per second of jobs with whole experts; 0 if one is not answered. No step may ring
-        meanwhile."""
+    def _measure(self, limit_s: float = float("inf")) -> float:
+        """Bytes per second of jobs with whole experts; 0 if one is not answered. No job begins
+        after `limit_s`, but the first. No step may ring meanwhile."""
         bell, pairs = self._bell, self._bell.pairs
         first = int(bell.rung.numpy()[0])
         if not self._answered(first, 0.0):
             return 0.0
         bell.x.normal_()
         one = torch.ones(1).view(torch.int32)
-        before = self._coordinator.counts()
-        # what the device rings next follows on these
-        self.state.state[0] = first + _MEASURED_JOBS
+        before, begun, answered = self._coordinator.counts(), time.perf_counter(), True
         for number in range(1, _MEASURED_JOBS + 1):
             row = number * 7 % len(self._layers)
             layer = self._geometry.layers[row]
@@ -153,10 +153,14 @@ class CpuShare:
             if number == 5:  # the threads are awake and have seen their memory
                 before = self._coordinator.counts()
             bell.rung.fill_(first + number)
-            if not self._answered(first + number, LIMIT_NS / 1e9):
-                self.state.state[0] = first + number
-                return 0.0
+            answered = self._answered(first + number, LIMIT_NS / 1e9)
+            if not answered or time.perf_counter() - begun > limit_s:
+                break
+        # what the device rings next follows on these
+        self.state.state[0] = first + number
         now = self._counts = self._coordinator.counts()
+        if not answered:
+            return 0.0
         return (now.nbytes - before.nbytes) / max(1e-9, (now.busy_ns - before.busy_ns) / 1e9)
 
     def _answered(self, number: int, seconds: float) -> bool:
@@ -239,7 +243,7 @@ class CpuShare:
         self._quiet += 1
         if self._quiet < self._patience or self._gives:
             return
-        cpu_rate, link_rate = self._measure(), self.measured.link
+        cpu_rate, link_rate = self._measure(_BESIDE_REQUESTS_S), self.measured.link
         self._quiet, self._patience = 0, min(2 * self._patience, _MAX_QUIET_STEPS)
         if cpu_rate > 0:
             self.rates = self.measured = ShareRates(link_rate, cpu_rate)

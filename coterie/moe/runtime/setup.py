@@ -236,7 +236,11 @@ def _slabs(
             "every expert has a slot and no other place; give a device_budget that holds fewer"
         )
     elif tiers.device == 0:
-        problem = f"{strategy} has no device slots that KV could use"
+        problem = (
+            f"{strategy} runs here and has no device slots that KV could use; give a "
+            "device_budget or a cache_capacity that holds some of the experts, not all, beside "
+            "KV's own part, and a strategy with slots, such as adaptive"
+        )
     if problem:
         raise ConfigError(f"elastic_memory: {problem}", param="elastic_memory")
     least = max(kind.least_slots(store.geometry) for kind in strategy_classes(strategy))

@@ -19,6 +19,7 @@ from torch import Tensor
 from coterie.kernels.triton import expert_victims as kernels
 from coterie.kernels.triton.expert_victims import COUNT_WORDS, FREE, STEPS, VictimState
 from coterie.moe.dispatch.active_only import ActiveOnly
+from coterie.moe.dispatch.base import place_misses
 from coterie.moe.dispatch.lru import Lru
 from coterie.moe.dispatch.table import placed_rows
 
@@ -116,18 +117,10 @@ class StepVictims:
     def follow(self, rows: NDArray[np.int64]) -> list[tuple[Key, int]]:
         """A step used experts so often, [layers, experts]: repeat what the device has decided.
         Returns what it copied, and to which slots."""
-        slots, copied = self._slots, []
+        copied = []
         for layer, own in zip(self._geometry.layers, rows, strict=True):
             used = [(layer, expert) for expert in np.flatnonzero(own).tolist()]
-            absent = slots.use(used)
-            if not absent:
-                continue
-            busy = set(used).difference(absent)
-            for key in absent:
-                # a miss without a slot was read where it lies
-                if self._room(key, busy):
-                    copied.append((key, slots.place(key)))
-                    busy.add(key)
+            copied += place_misses(self._slots, used, self._room)
         return copied
 
     def read(self) -> None:

@@ -74,14 +74,11 @@ def load_encoder(spec: EncoderSpec) -> tuple[EncoderNetwork, EncoderInfo]:
 
     from coterie.models.encoder.network import EncoderNetwork
     from coterie.weights.checkpoint import open_checkpoint
+    from coterie.workers.device import device_of, use_threads
 
     if spec.threads:
-        torch.set_num_threads(spec.threads)
-    kind = spec.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"engine.device is {kind!r}, and there is no such GPU")
+        use_threads(spec.threads)
+    kind = device_of(spec.device)
     network = EncoderNetwork(model, torch.device(kind), getattr(torch, _DTYPES[spec.dtype]))
     network.encode([np.zeros(4, np.int32)])
     info = EncoderInfo(
