@@ -471,7 +471,7 @@ def _details(item: ServedSpecialist) -> dict[str, Any]:
     return {
         "ready": item.replicas.ready(),
         "replicas": {replica.name: replica.healthy() for replica in members},
-        "states": {replica.name: replica.state() for replica in members},
+        "states": {replica.name: item.replicas.shown_state(replica) for replica in members},
         "queued": item.replicas.queued(),
         "dtype": item.info.dtype,
         "device": item.info.device,

@@ -36,6 +36,9 @@ class Stood:
     def healthy(self) -> bool:
         return self._healthy
 
+    def state(self) -> str:
+        return "up" if self._healthy else "down"
+
     def retry_after_s(self) -> float:
         return {"a": 7.0, "b": 3.0}[self.name]
 
@@ -124,6 +127,7 @@ def test_a_drained_replica_bears_no_load_and_is_not_waited_for() -> None:
     # what waits there still counts as waiting, but the room is that of the others
     states, waiting = pair.taking()
     assert (len(states), waiting, pair.queued()) == (1, 4, 6)
+    assert [pair.shown_state(one) for one in pair.members] == ["down", "draining"]
     with pytest.raises(Unavailable) as caught:
         pair.pick()
     assert caught.value.retry_after_s == 7.0

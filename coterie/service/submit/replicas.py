@@ -151,6 +151,11 @@ class ReplicaSet:
     def state(self, replica: Replica) -> LaneState | None:
         return replica.lane_states().get(self.specialist)
 
+    def shown_state(self, replica: Replica) -> str:
+        """How a replica stands, in a word: one that an operator drains is `draining`."""
+        is_drained = replica.healthy() and replica.name in self.drained()
+        return "draining" if is_drained else replica.state()
+
     def queue(self, replica: Replica) -> ReplicaQueue:
         return self._queues[replica.name]
 
