@@ -238,7 +238,7 @@ def test_what_comes_while_a_batch_is_taken_is_not_overlooked(flag: str) -> None:
 @pytest.mark.parametrize("value", ["\u00b2", "1" * 400, "-1", "soon"])
 def test_any_time_to_retry_can_be_read(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def answered(request: httpx.Request) -> httpx.Response:
-        headers = {"retry-after": value.encode("latin-1")}
+        headers = {b"retry-after": value.encode("latin-1")}
         return httpx.Response(503, headers=headers, stream=httpx.ByteStream(b""))
 
     exporter = SpanExporter(receiver(), {}, max_queue=1)
