@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from coterie.cli.admin_client import add_server, ask
-from coterie.cli.terminal import ActionMenu, choose, show, table
+from coterie.cli.terminal import ActionMenu, choose, one_line, show, table
 from coterie.core.errors import ConfigError
 
 HELP = "show breakers, spikes, canaries and thresholds of a server, and change them"
@@ -49,7 +49,7 @@ replicas. Evidence starts anew: a specialist that is still bad is demoted again.
 _DRAIN = """\
 examples:
   coterie ensemble drain sql --reason "new weights" --wait
-  coterie ensemble drain g0r1 --replica
+  coterie ensemble drain e0r1 --replica
 
 Nothing new begins there, not even shadows; what runs or waits ends as usual.
 New requests go to its fallback; those that name it, or for which there is no
@@ -58,7 +58,7 @@ fallback, get 529 (saturated). A replica: the others of the specialist take all.
 _UNDRAIN = """\
 examples:
   coterie ensemble undrain sql
-  coterie ensemble undrain g0r1 --replica
+  coterie ensemble undrain e0r1 --replica
 """
 _THRESHOLDS = """\
 examples:
@@ -130,6 +130,9 @@ def status(args: argparse.Namespace) -> int:
     report = ask(args, "GET", "/v1/ensemble")
     rows = [_row(item) for item in report["specialists"]]
     text = table(("specialist", "breaker", "spike", "load", "correct", "of"), rows, _WORDS)
+    for item in report["replicas"]:
+        if item["draining"]:
+            text += f"\nreplica {item['replica']}: draining, {item['in_flight']} in flight"
     for figures in report["canaries"]:
         text += "\n" + _canary_line(figures)
     return show(args, report, text)
@@ -310,7 +313,7 @@ def _details(details: dict[str, Any]) -> str:
 
 
 def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else one_line(str(value))
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:

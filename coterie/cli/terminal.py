@@ -190,6 +190,11 @@ def choose(args: argparse.Namespace) -> int:
     return status
 
 
+def one_line(text: str) -> str:
+    """Somebody else's text on one line, without what would steer the terminal."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
 def show(args: argparse.Namespace, report: Any, text: str) -> int:
     print(json.dumps(report, indent=1) if args.json else text)
     return 0

@@ -102,7 +102,8 @@ def lines(data: list[dict[str, Any]], colour: bool = False) -> list[str]:
 def _state(item: dict[str, Any]) -> str:
     """The worst that is to be said, in at most 12 letters."""
     if item["breaker"] != "closed":
-        return "held" if item["held"] else str(item["breaker"])
+        is_held = item["held"] and item["breaker"] != "draining"
+        return "held" if is_held else str(item["breaker"])
     spikes = {"normal": "closed", "fewer_shadows": "spike 1", "spill": "spike 2"}
     return spikes.get(item["spike"], "spike 3")
 

@@ -357,7 +357,8 @@ class EnsembleService:
 
     def _look_at_load(self) -> None:
         for name, item in self._fleet.served.items():
-            states, queued = item.replicas.states(), item.replicas.queued()
+            # a replica that is drained takes nothing off the others
+            states, queued = item.replicas.taking()
             room = sum(state.max_queue for state in states)
             promise = self.control.watches[name].settings.slo.ttft_p95_s
             wait_s = min((state.predicted_first_token_s for state in states), default=0.0)

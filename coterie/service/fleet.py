@@ -242,8 +242,9 @@ class Fleet:
         the workers."""
         replicas = self.find(specialist).replicas
         if not replicas.ready():
-            return min(replica.retry_after_s() for replica in replicas.members)
-        return min((state.predicted_first_token_s for state in replicas.states()), default=0.0)
+            return replicas.retry_after_s()
+        states, _ = replicas.taking()
+        return min((state.predicted_first_token_s for state in states), default=0.0)
 
     def names(self) -> Collection[str]:
         return self._served.keys()
@@ -470,7 +471,7 @@ def _details(item: ServedSpecialist) -> dict[str, Any]:
     return {
         "ready": item.replicas.ready(),
         "replicas": {replica.name: replica.healthy() for replica in members},
-        "states": {replica.name: replica.state() for replica in members},
+        "states": {replica.name: item.replicas.shown_state(replica) for replica in members},
         "queued": item.replicas.queued(),
         "dtype": item.info.dtype,
         "device": item.info.device,

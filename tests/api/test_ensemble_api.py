@@ -271,6 +271,7 @@ def test_the_view_fits_80_columns() -> None:
         item("sql", breaker="shadow_only"),
         item("held", breaker="shadow_only", held=True),
         item("busy", spike="priority_floor"),
+        item("out", breaker="draining", held=True),
         item("new", ttft=empty, itl=empty, correctness=unknown, preempted_share=None)
         | {"admission_to_first_token_p95_s": None},
     ]
@@ -278,9 +279,10 @@ def test_the_view_fits_80_columns() -> None:
     assert len(shown) == 1 + 2 * len(data)
     assert max(map(len, shown)) <= WIDTH
     assert "shadow_only" in shown[3] and "held" in shown[5] and "spike 3" in shown[7]
+    assert "draining" in shown[9]
     assert (
-        "adm -" in shown[10]
-        and "unknown" in shown[10]
+        "adm -" in shown[12]
+        and "unknown" in shown[12]
         and "0.90!" in shown[2]
         and shown[1].count("!") == 1
     )
@@ -430,6 +432,7 @@ def test_drains_against_a_real_server(ensemble_home: Path) -> None:
     file.write_text(two.replace('name = "spare"', 'name = "spare"\nreplicas = 2', 1))
     served = Served("--config", str(file), COTERIE_HOME=str(ensemble_home))
     at, stop = ("--url", served.url), threading.Event()
+    status = (ensemble_home, "ensemble", "status", *at)
     replies: list[Reply] = []
     body = {
         "model": "auto",
@@ -461,16 +464,24 @@ def test_drains_against_a_real_server(ensemble_home: Path) -> None:
                 time.sleep(0.05)
             assert receipts(began + 4) == {other}
             assert _slo(served)["sql"]["drained"] == [name]
+            assert f"replica {name}: draining" in run_cli(*status).stdout
+            states = served.get("/health").json["specialists"]["sql"]["states"]
+            assert states == {name: "draining", other: "up"}
             told = run_cli(ensemble_home, "ensemble", "undrain", name, "--replica", *at)
             assert "takes requests" in told.stdout, told.stderr
         for _ in range(5):
             ask(served, valid=True, model="spare")
-        told = run_cli(ensemble_home, "ensemble", "drain", "sql", "--wait", *at)
+        assert "replica" not in run_cli(*status).stdout
+        # a reason cannot steer the terminal of whoever reads the audit log
+        why = ("--reason", "new\n\x1b[31mweights")
+        told = run_cli(ensemble_home, "ensemble", "drain", "sql", "--wait", *why, *at)
         assert "sql: draining, 0 in flight" in told.stdout, told.stderr
         assert who(served.post("/v1/chat/completions", body)) == "spare"
         assert served.post("/v1/chat/completions", body | {"model": "sql"}).status == 529
         told = run_cli(ensemble_home, "ensemble", "undrain", "sql", *at)
         assert told.returncode == 0, told.stderr
+        told = run_cli(ensemble_home, "ensemble", "audit", *at)
+        assert "    reason new  [31mweights\n" in told.stdout and "\x1b" not in told.stdout
         stop.set()
         for thread in threads:
             thread.join()

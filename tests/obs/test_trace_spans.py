@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -202,6 +204,48 @@ def test_a_full_queue_drops_and_a_closed_receiver_loses() -> None:
     assert (exporter.counts.lost, exporter.counts.sent) == (3, 0)
     trace(exporter).end("id")
     assert exporter.counts.dropped == 3
+
+
+@pytest.mark.parametrize("flag", ["_full", "_filled"])
+def test_what_comes_while_a_batch_is_taken_is_not_overlooked(flag: str) -> None:
+    """A queue that is full again, or the end of the server, wakes the thread at once: it would wait
+    for a whole second, or until the end gives up."""
+
+    class Interrupted(threading.Event):
+        """Something comes just before it is cleared."""
+
+        def clear(self) -> None:
+            come()
+            super().clear()
+
+    exporter = SpanExporter(receiver(), {}, max_queue=1)
+
+    def come() -> None:
+        if flag == "_full":
+            trace(exporter).end("id")
+        else:
+            exporter.close(0.0)
+
+    trace(exporter).end("id")
+    event = Interrupted()
+    event.set()
+    setattr(exporter, flag, event)
+    assert len(exporter._taken()) == 1
+    assert exporter.counts.dropped == 0
+    assert exporter._filled.is_set() and exporter._full.is_set()
+
+
+@pytest.mark.parametrize("value", ["\u00b2", "1" * 400, "-1", "soon"])
+def test_any_time_to_retry_can_be_read(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answered(request: httpx.Request) -> httpx.Response:
+        headers = {b"retry-after": value.encode("latin-1")}
+        return httpx.Response(503, headers=headers, stream=httpx.ByteStream(b""))
+
+    exporter = SpanExporter(receiver(), {}, max_queue=1)
+    client = httpx.Client(transport=httpx.MockTransport(answered))
+    monkeypatch.setattr(exporter, "_client", client)
+    result = exporter._post(b"", 1.0)
+    assert result.may_retry and result.retry_after_s >= 0.0
 
 
 def test_an_unsampled_trace_is_not_queued() -> None:

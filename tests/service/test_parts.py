@@ -36,6 +36,9 @@ class Stood:
     def healthy(self) -> bool:
         return self._healthy
 
+    def state(self) -> str:
+        return "up" if self._healthy else "down"
+
     def retry_after_s(self) -> float:
         return {"a": 7.0, "b": 3.0}[self.name]
 
@@ -114,6 +117,20 @@ def test_nobody_healthy_says_when_to_return() -> None:
     with pytest.raises(Unavailable) as caught:
         down.pick()
     assert caught.value.retry_after_s == 3.0 and not down.ready()
+
+
+def test_a_drained_replica_bears_no_load_and_is_not_waited_for() -> None:
+    a, b = Stood("a", lane(), healthy=False), Stood("b", lane())
+    pair = replicas(a, b, a=(4, 1), b=(2, 1))
+    assert (len(pair.taking()[0]), pair.taking()[1]) == (2, 6)
+    pair.drained = lambda: {"b"}
+    # what waits there still counts as waiting, but the room is that of the others
+    states, waiting = pair.taking()
+    assert (len(states), waiting, pair.queued()) == (1, 4, 6)
+    assert [pair.shown_state(one) for one in pair.members] == ["down", "draining"]
+    with pytest.raises(Unavailable) as caught:
+        pair.pick()
+    assert caught.value.retry_after_s == 7.0
 
 
 def test_a_mailbox_keeps_order_and_wakes_its_reader() -> None:

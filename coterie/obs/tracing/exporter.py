@@ -130,13 +130,14 @@ class SpanExporter:
     def _taken(self) -> list[RequestTrace]:
         queue = self._queue
         batch = [queue.popleft() for _ in range(min(len(queue), self._batch))]
-        if len(queue) < self._batch and not self._closing.is_set():
-            self._full.clear()
-        if not queue and not self._closing.is_set():
-            self._filled.clear()
-            # one that was put before the flag was cleared
-            if queue:
-                self._filled.set()
+        # cleared first and looked at afterwards: what comes in between is seen
+        self._filled.clear()
+        self._full.clear()
+        is_closing = self._closing.is_set()
+        if queue or is_closing:
+            self._filled.set()
+        if len(queue) >= self._batch or is_closing:
+            self._full.set()
         return batch
 
     def _send(self, batch: list[RequestTrace]) -> None:
@@ -187,7 +188,7 @@ class SpanExporter:
             return _PostResult(False, type(error).__name__, may_retry=True)
         if 200 <= status < 300:
             return _PostResult(True, num_rejected=rejected_spans(bytes(raw)))
-        retry_after_s = float(retry_after) if retry_after.isdigit() else 0.0
+        retry_after_s = float(retry_after) if retry_after.isdecimal() else 0.0
         return _PostResult(False, f"status {status}", status in _AGAIN, retry_after_s)
 
     def _opened(self) -> httpx.Client:

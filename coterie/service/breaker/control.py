@@ -389,7 +389,10 @@ class EnsembleControl:
         watch = self._watches.get(specialist)
         if watch is None:
             known = ", ".join(self._watches)
-            raise NotFound(f"no specialist {specialist!r}; there are: {known}", param="specialist")
+            raise NotFound(
+                f"no specialist {specialist!r} writes text here; there are: {known}",
+                param="specialist",
+            )
         return watch
 
 

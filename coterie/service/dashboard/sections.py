@@ -15,7 +15,6 @@ import msgspec
 
 from coterie.core.job import Job
 from coterie.core.request import DEFAULT_PRIORITY, own_tenant
-from coterie.service.breaker.watch import DRAINING
 from coterie.service.dashboard.activity import FollowedRequest, RequestActivity
 from coterie.service.dashboard.stage import StageInputs, encoding_stage, stage_of
 from coterie.service.encoders.service import EncoderService, OpenEncoding
@@ -130,7 +129,7 @@ class DashboardSections:
             "model": item.model,
             "context": item.context,
             "is_remote": item.is_remote,
-            "replicas": {one.name: self._state(one) for one in item.replicas.members},
+            "replicas": {one.name: item.replicas.shown_state(one) for one in item.replicas.members},
             "max_queue": sum(state.max_queue for state in states),
             "kv_total": sum(state.total_tokens for state in states),
             "kv_free": sum(state.free_tokens for state in states),
@@ -141,15 +140,11 @@ class DashboardSections:
             "generation_tokens": series.generation_tokens.value,
         }
 
-    def _state(self, replica: Replica) -> str:
-        is_drained = replica.healthy() and replica.name in self._ensemble.drained()
-        return DRAINING if is_drained else replica.state()
-
     def _engine(self, replica: Replica, item: ServedSpecialist) -> dict[str, Any]:
         info, stats = item.info, replica.stats()
         shown = {
             "name": replica.name,
-            "state": self._state(replica),
+            "state": item.replicas.shown_state(replica),
             "specialists": [
                 other.name
                 for other in self._fleet.served.values()

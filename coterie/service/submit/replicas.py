@@ -100,9 +100,9 @@ class ReplicaSet:
         if out := self.ejected():
             able = [replica for replica in able if replica.name not in out] or able
         if not able:
-            wait_s = min(replica.retry_after_s() for replica in self.members)
             raise Unavailable(
-                f"no worker for {self.specialist} can take requests now", retry_after_s=wait_s
+                f"no worker for {self.specialist} can take requests now",
+                retry_after_s=self.retry_after_s(),
             )
         if len(able) == 1:
             return list(able)
@@ -151,6 +151,11 @@ class ReplicaSet:
     def state(self, replica: Replica) -> LaneState | None:
         return replica.lane_states().get(self.specialist)
 
+    def shown_state(self, replica: Replica) -> str:
+        """How a replica stands, in a word: one that an operator drains is `draining`."""
+        is_drained = replica.healthy() and replica.name in self.drained()
+        return "draining" if is_drained else replica.state()
+
     def queue(self, replica: Replica) -> ReplicaQueue:
         return self._queues[replica.name]
 
@@ -169,17 +174,32 @@ class ReplicaSet:
         return sum(queue.running for queue in self._queues.values())
 
     def states(self) -> list[LaneState]:
-        reported = (self.state(replica) for replica in self.members)
-        return [state for state in reported if state is not None]
+        return self._reported(self.members)
+
+    def taking(self) -> tuple[list[LaneState], int]:
+        """The states of the replicas that nobody drains, and how many requests wait there."""
+        members = self._undrained()
+        return self._reported(members), sum(self.queue(one).waiting for one in members)
+
+    def retry_after_s(self) -> float:
+        """Seconds until a replica that nobody drains may be healthy again."""
+        return min(replica.retry_after_s() for replica in self._undrained() or self.members)
 
     def ready(self) -> bool:
         return bool(self._open())
 
     def _open(self) -> list[Replica]:
         """The healthy ones that nobody drains."""
+        return [r for r in self._undrained() if r.healthy()]
+
+    def _undrained(self) -> Sequence[Replica]:
         if out := self.drained():
-            return [r for r in self.members if r.name not in out and r.healthy()]
-        return [r for r in self.members if r.healthy()]
+            return [r for r in self.members if r.name not in out]
+        return self.members
+
+    def _reported(self, replicas: Iterable[Replica]) -> list[LaneState]:
+        reported = (self.state(replica) for replica in replicas)
+        return [state for state in reported if state is not None]
 
     def _expected_s(
         self,
