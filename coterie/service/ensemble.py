@@ -104,6 +104,8 @@ class EnsembleService:
         self._reporter = SloReporter(self._control, served)
         await self._keeper.open(self._control, served)
         self.recent_changes.extend(await self._keeper.newest_changes(RECENT_CHANGES))
+        # what crashes from now on is counted, also before the first tick
+        self._look_at_restarts()
         self._ticking = asyncio.ensure_future(self._tick())
 
     async def close(self) -> None:
