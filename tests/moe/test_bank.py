@@ -274,7 +274,9 @@ def place_in_steps(banked: BankedExperts) -> None:
         banked._victims.send()
 
 
-@pytest.mark.parametrize("num_slots", [2, 5, 11])
+@pytest.mark.parametrize(
+    "num_slots", [pytest.param(n, marks=pytest.mark.full) for n in (2, 11)] + [5]
+)
 @pytest.mark.parametrize("text", ["lru", "active_only", "lru+active_only"])
 def test_the_host_follows_what_the_device_places_in_its_steps(text: str, num_slots: int) -> None:
     pytest.importorskip("triton")

@@ -265,6 +265,7 @@ def test_one_lane_with_all_blocks_is_needed() -> None:
     model.close()
 
 
+@pytest.mark.full
 def test_a_load_that_ends_just_now_is_not_taken_for_a_lost_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
