@@ -28,23 +28,27 @@ from coterie.kernels.cpu.build import native
 from coterie.kernels.cpu.share import ShareBell, ShareCoordinator, ShareRecords
 from coterie.kernels.device_record import DeviceRecord
 from coterie.moe.runtime.cpu_share import SPARE_CORES
+from coterie.moe.runtime.tiers import MemoryArena
 
 SHAPE = (2048, 768)
 COUNTS = (1, 2, 4, 6, 8)
-FOOTPRINT_BYTES = 1 << 29
+FOOTPRINT_BYTES = 3 << 30
 KINDS = ("int4", "int8", "bf16")
 
 
 def records_of(kind: str, shape: tuple[int, int], footprint: int) -> ShareRecords:
+    """Equal records in memory as a bank has it, in an order that is not that of addresses."""
     record = DeviceRecord(kind, *shape)
     count = max(2 * COUNTS[-1], footprint // record.nbytes)
+    one = torch.randint(0, 256, (record.nbytes,), dtype=torch.uint8)
     if kind == "bf16":
-        values = (torch.randn(count, record.nbytes // 2) * 0.02).bfloat16().view(torch.uint8)
-        return ShareRecords(list(values), record)
-    data = torch.randint(0, 256, (count, record.nbytes), dtype=torch.uint8)
-    scales = torch.full((count, (record.nbytes - record.gate_up_scales_at) // 2), 1e-3).half()
-    data[:, record.gate_up_scales_at :] = scales.view(torch.uint8)
-    return ShareRecords(list(data), record)
+        one = (torch.randn(record.nbytes // 2) * 0.02).bfloat16().view(torch.uint8)
+    else:
+        scales = torch.full(((record.nbytes - record.gate_up_scales_at) // 2,), 1e-3).half()
+        one[record.gate_up_scales_at :] = scales.view(torch.uint8)
+    arena = MemoryArena(count * record.nbytes)
+    rows = arena.view(0, count * record.nbytes).view(count, -1).copy_(one)
+    return ShareRecords([rows[at] for at in torch.randperm(count).tolist()], record)
 
 
 class JobTimer:

@@ -49,8 +49,8 @@ LIMIT_S = 150.0
 
 def checks(device: str) -> Iterator[Check]:
     for kind in KINDS:
-        yield Check("crash", f"crash/{kind}/pipe", partial(_check, device, kind, "pipe"))
-    yield Check("crash", "crash/fp32/process", partial(_check, device, "fp32", "process"))
+        yield Check(f"crash {kind}", f"crash/{kind}/pipe", partial(_check, device, kind, "pipe"))
+    yield Check("crash process", "crash/fp32/process", partial(_check, device, "fp32", "process"))
 
 
 @cache

@@ -135,7 +135,8 @@ def _model(device: str) -> Any:
 
     _library(device)
     total = bank.LARGE["num_hidden_layers"] * bank.LARGE["num_experts"]
-    model = bank._large(bank._settings(total, "lru"))
+    # lru and active_only copy what they miss
+    model = bank._large(bank._settings(total, "hot_cached_static"))
     pool = bank._runtime(model).device_pool()
     assert pool is not None and pool.share is not None, "the CPU gets nothing"
     return model

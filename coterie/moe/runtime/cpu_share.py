@@ -8,8 +8,10 @@ of both, which are measured at start and then from the steps themselves.
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,8 +51,8 @@ _LONG_WAIT = 0.1
 _QUIET_STEPS, _MAX_QUIET_STEPS = 1000, 64_000
 # rates of steps, relative to those at start
 _SLOWEST, _FASTEST = 16, 1.5
-# jobs of the measurement at start, and experts in each
-_MEASURED_JOBS, _MEASURED_EXPERTS = 24, 4
+# jobs of the measurement at start, those of them that do not count, and experts in each
+_MEASURED_JOBS, _FIRST_JOBS, _MEASURED_EXPERTS = 24, 4, 4
 # a measurement while requests wait for their next step begins no job after so long
 _BESIDE_REQUESTS_S = 0.05
 
@@ -133,15 +135,16 @@ class CpuShare:
 
     @torch.inference_mode()
     def _measure(self, limit_s: float = float("inf")) -> float:
-        """Bytes per second of jobs with whole experts; 0 if one is not answered. No job begins
-        after `limit_s`, but the first. No step may ring meanwhile."""
+        """Bytes per second of the middle one of some jobs with whole experts, whatever interrupted
+        others; 0 if one is not answered. No job begins after `limit_s`, but the first. No step may
+        ring meanwhile."""
         bell, pairs = self._bell, self._bell.pairs
         first = int(bell.rung.numpy()[0])
         if not self._answered(first, 0.0):
             return 0.0
         bell.x.normal_()
         one = torch.ones(1).view(torch.int32)
-        before, begun, answered = self._coordinator.counts(), time.perf_counter(), True
+        counts, begun, answered = [self._coordinator.counts()], time.perf_counter(), True
         for number in range(1, _MEASURED_JOBS + 1):
             row = number * 7 % len(self._layers)
             layer = self._geometry.layers[row]
@@ -150,18 +153,22 @@ class CpuShare:
                 expert = present[(number * 5 + at * 11) % len(present)]
                 pairs[at] = torch.tensor([expert, 0, self.record.intermediate, int(one)])
             bell.job.copy_(torch.tensor([row, 1, _MEASURED_EXPERTS]))
-            if number == 5:  # the threads are awake and have seen their memory
-                before = self._coordinator.counts()
             bell.rung.fill_(first + number)
             answered = self._answered(first + number, LIMIT_NS / 1e9)
+            counts.append(self._coordinator.counts())
             if not answered or time.perf_counter() - begun > limit_s:
                 break
         # what the device rings next follows on these
         self.state.state[0] = first + number
-        now = self._counts = self._coordinator.counts()
+        self._counts = counts[-1]
         if not answered:
             return 0.0
-        return (now.nbytes - before.nbytes) / max(1e-9, (now.busy_ns - before.busy_ns) / 1e9)
+        # behind the first ones the threads are awake and have seen their memory
+        late = counts[_FIRST_JOBS:] if len(counts) > _FIRST_JOBS + 1 else counts[-2:]
+        return statistics.median(
+            (now.nbytes - before.nbytes) / max(1.0, now.busy_ns - before.busy_ns) * 1e9
+            for before, now in pairwise(late)
+        )
 
     def _answered(self, number: int, seconds: float) -> bool:
         answered, end = self._bell.answered.numpy(), time.perf_counter() + seconds

@@ -81,10 +81,11 @@ class Coordinator {
             ++refused_;  // overwritten while this thread did not run: nobody waits for the answer
             return;
         }
+        crew_.settle();
         const int64_t bytes = run_.prepare({&layers_[layer], setup_.pairs, pairs, rows, setup_.x, setup_.out});
         crew_.run(run_);
-        setup_.answered->store(number, std::memory_order_release);
         ++jobs_, bytes_ += bytes, busy_ns_ += now_ns() - begin;
+        setup_.answered->store(number, std::memory_order_release);  // who sees it sees the counts
     }
 
     const ShareSetup setup_;

@@ -40,8 +40,10 @@ class Crew {
         for (std::thread& thread : threads_) thread.join();
     }
 
-    // Runs body(team) on all threads that are awake; it calls share at most MOST_PHASES times.
+    // Runs body(team) on all threads that are awake; it calls share at most MOST_PHASES times. Its work
+    // is done on return; until `settle` the last threads may still look at the body.
     template <class Body> void run(Body& body) {
+        settle();
         for (Phase& phase : phases_) phase.next = 0, phase.done = 0;
         call_ = [](void* data, Team& team) { (*static_cast<Body*>(data))(team); };
         data_ = &body;
@@ -50,6 +52,9 @@ class Crew {
         Team team(phases_.data(), size_);
         body(team);
         job_.fetch_add(1);
+    }
+
+    void settle() {
         while (inside_.load(std::memory_order_acquire)) cpu_relax();
     }
 
@@ -80,7 +85,7 @@ class Crew {
             }
             const uint32_t job = job_;
             ++inside_;
-            if (!stop_ && (job & 1) && job_ == job) {  // still open, and it ends only when nobody is inside
+            if (!stop_ && (job & 1) && job_ == job) {  // still open: the body stays until nobody is inside
                 Team team(phases_.data(), size_);
                 call_(data_, team);
             }
@@ -93,8 +98,9 @@ class Crew {
     const int size_;
     void (*call_)(void*, Team&) = nullptr;
     void* data_ = nullptr;
-    std::atomic<uint32_t> job_{0}, roused_{0};
-    std::atomic<int> inside_{0}, asleep_{0};
+    alignas(64) std::atomic<uint32_t> job_{0}, roused_{0};
+    alignas(64) std::atomic<int> inside_{0};
+    alignas(64) std::atomic<int> asleep_{0};
     std::atomic<bool> stop_{false};
     std::mutex mutex_;
     std::condition_variable awake_;

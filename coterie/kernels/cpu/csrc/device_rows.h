@@ -134,9 +134,11 @@ template <int KIND> CT_INLINE int64_t encoded_bytes(int64_t columns) {
     return (columns + Rows<KIND>::COLUMNS - 1) / Rows<KIND>::COLUMNS * Rows<KIND>::X_BYTES;
 }
 
-// sums[r * M + m] = row first + r of the matrix times row m of x, over `columns` columns.
+// sums[r * M + m] = row first + r * step of the matrix times row m of x, over `columns` columns. Callers
+// go on with row first + 1: each of the rows at once is a sequence of its own through memory, apart from
+// the others, which the CPU's prefetchers follow. Neighbours would share a page, where they do not.
 template <int KIND, int M>
-static void row_products(const RowMatrix& matrix, int64_t first, int64_t columns, const uint8_t* const* x, float* sums) {
+static void row_products(const RowMatrix& matrix, int64_t first, int64_t step, int64_t columns, const uint8_t* const* x, float* sums) {
     using Own = Rows<KIND>;
     using Weights = typename Own::Weights;
     vf sum[AT_ONCE * M];
@@ -144,13 +146,14 @@ static void row_products(const RowMatrix& matrix, int64_t first, int64_t columns
     const uint8_t* data = matrix.data + first * matrix.stride;
     const uint8_t* scales = matrix.scales + first * matrix.scale_stride;
     const int64_t whole = columns / Own::COLUMNS;
-    for (int64_t step = 0; step < whole; ++step) {
-        const int64_t scale_at = KIND == KIND_INT8 ? step * Own::COLUMNS / GROUP * 2 : step * Own::SCALES;
+    const int64_t stride = step * matrix.stride, scale_stride = step * matrix.scale_stride;
+    for (int64_t i = 0; i < whole; ++i) {
+        const int64_t scale_at = KIND == KIND_INT8 ? i * Own::COLUMNS / GROUP * 2 : i * Own::SCALES;
         each<AT_ONCE>([&](auto r) {
-            const uint8_t* at = data + r * matrix.stride + step * Own::BYTES;
-            prefetch(at + AT_ONCE * matrix.stride);  // the same place of the next rows
-            const Weights own = Weights::load(at, scales + r * matrix.scale_stride + scale_at);
-            each<M>([&](auto m) { sum[r * M + m] = Weights::times(own, sum[r * M + m], x[m] + step * Own::X_BYTES); });
+            const uint8_t* at = data + r * stride + i * Own::BYTES;
+            prefetch(at + matrix.stride);  // the same place of the next row
+            const Weights own = Weights::load(at, scales + r * scale_stride + scale_at);
+            each<M>([&](auto m) { sum[r * M + m] = Weights::times(own, sum[r * M + m], x[m] + i * Own::X_BYTES); });
         });
     }
     const int64_t left = columns - whole * Own::COLUMNS;
@@ -158,8 +161,8 @@ static void row_products(const RowMatrix& matrix, int64_t first, int64_t columns
         const int64_t bytes = left * Own::BYTES / Own::COLUMNS, scale_bytes = left * Own::SCALES / Own::COLUMNS;
         each<AT_ONCE>([&](auto r) {
             alignas(64) uint8_t last[VB] = {}, last_scales[VB] = {};
-            memcpy(last, data + r * matrix.stride + whole * Own::BYTES, bytes);
-            memcpy(last_scales, scales + r * matrix.scale_stride + whole * Own::SCALES, scale_bytes);
+            memcpy(last, data + r * stride + whole * Own::BYTES, bytes);
+            memcpy(last_scales, scales + r * scale_stride + whole * Own::SCALES, scale_bytes);
             const Weights own = Weights::load(last, last_scales);
             each<M>([&](auto m) { sum[r * M + m] = Weights::times(own, sum[r * M + m], x[m] + whole * Own::X_BYTES); });
         });

@@ -18,17 +18,16 @@ struct Block {  // some rows of one expert
 // reads long runs first and short ones at the end.
 class Cuts {
   public:
-    static constexpr int LEVELS = 4, CHEAPEST = 8;  // fewer rows cost as much: the weights' bytes
+    static constexpr int CHEAPEST = 8;  // fewer rows cost as much: the weights' bytes
     void plan(const std::vector<Block>& blocks) {
         before_.assign(1, 0);
         for (const Block& block : blocks) before_.push_back(before_.back() + std::max(block.rows, CHEAPEST));
     }
     // Where run `index` of threads * LEVELS begins, for blocks of `units` each.
     int64_t start(int64_t index, int64_t threads, int64_t units) const {
-        const int64_t blocks = int64_t(before_.size()) - 1, level = index / threads;
-        if (level >= LEVELS) return blocks * units;
-        const double left = 1.0 / double(1 << level), size = level == LEVELS - 1 ? left : left / 2;
-        const double at = (1.0 - left + size * double(index % threads) / double(threads)) * double(before_.back());
+        const int64_t blocks = int64_t(before_.size()) - 1;
+        if (index >= threads * LEVELS) return blocks * units;
+        const double at = part_before(index, threads) * double(before_.back());
         const int64_t block = std::upper_bound(before_.begin(), before_.end(), int64_t(at)) - before_.begin() - 1;
         const double share = (at - double(before_[block])) / double(before_[block + 1] - before_[block]);
         return block * units + int64_t(share * double(units));
@@ -160,7 +159,7 @@ class ExpertRun {
     // run(block, from, to) over the units of every block.
     template <class Run> void share(Team& team, int64_t units, Run run) {
         const int64_t threads = team.size();
-        team.share(threads * Cuts::LEVELS, 1, [&](int64_t task, int64_t) {
+        team.share(threads * LEVELS, 1, [&](int64_t task, int64_t) {
             int64_t at = space_.cuts.start(task, threads, units);
             const int64_t end = space_.cuts.start(task + 1, threads, units);
             while (at < end) {

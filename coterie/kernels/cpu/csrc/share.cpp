@@ -56,10 +56,7 @@ int64_t ShareRun::prepare(const ShareJob& job) {
     return bytes;
 }
 
-// Chunks of a phase: several for each thread, so that one that loses its core delays nobody for long.
-static int64_t grain_of(int64_t count, const Team& team, int64_t each) {
-    return std::max<int64_t>(1, count / (team.size() * each));
-}
+static int64_t grain_of(int64_t count, const Team& team) { return std::max<int64_t>(1, count / team.size()); }
 
 // f(rows of x from m on, as a constant) over all rows.
 template <class F> CT_INLINE void by_rows(int64_t count, F f) {
@@ -76,7 +73,7 @@ template <int KIND> static int64_t groups_of(int64_t columns) {
 
 template <int KIND> void ShareRun::encode(Team& team) {
     const int64_t hidden = job_.layer->hidden, groups = groups_of<KIND>(hidden), tasks = job_.rows * groups;
-    team.share(tasks, grain_of(tasks, team, 1), [&](int64_t task, int64_t end) {
+    team.share(tasks, grain_of(tasks, team), [&](int64_t task, int64_t end) {
         static constexpr float none[GROUP] = {};
         for (; task < end; ++task) {
             const int64_t row = task / groups, at = task % groups * GROUP;
@@ -89,34 +86,39 @@ template <int KIND> void ShareRun::gate_up(Team& team) {
     const ShareLayer& layer = *job_.layer;
     const int64_t hidden = layer.hidden, inner = layer.intermediate;
     const int64_t stride = matrix_bytes(KIND, hidden), scale_stride = scale_bytes(KIND, hidden);
-    team.share(units_, grain_of(units_, team, 8), [&](int64_t unit, int64_t end) {
-        int64_t index = num_blocks_ - 1;
-        while (blocks_[index].units > unit) --index;
-        for (; unit < end; ++unit) {
-            if (index + 1 < num_blocks_ && blocks_[index + 1].units == unit) ++index;
-            const Block& block = blocks_[index];
-            const int64_t channel = (unit - block.units) * AT_ONCE;
-            const RowMatrix matrix{block.record, block.record + layer.gate_up_scales_at, stride, scale_stride};
+    // units of one block: channels from `from` to `from + AT_ONCE * step`
+    const auto products = [&](const Block& block, int64_t from, int64_t step) {
+        const RowMatrix matrix{block.record, block.record + layer.gate_up_scales_at, stride, scale_stride};
+        for (int64_t channel = from; channel < from + step; ++channel)
             by_rows(block.count, [&](int64_t m, auto count) {
                 constexpr int M = decltype(count)::value;
                 const uint8_t* x[M];
                 float gate[AT_ONCE * M], up[AT_ONCE * M];
                 for (int i = 0; i < M; ++i) x[i] = x_.at<uint8_t>() + pairs_[block.first + m + i].row * x_bytes_;
-                row_products<KIND, M>(matrix, channel, hidden, x, gate);
-                row_products<KIND, M>(matrix, inner + channel, hidden, x, up);
+                row_products<KIND, M>(matrix, channel, step, hidden, x, gate);
+                row_products<KIND, M>(matrix, inner + channel, step, hidden, x, up);
                 for (int i = 0; i < M; ++i)
                     for (int r = 0; r < AT_ONCE; ++r) {
-                        const int64_t at = (block.first + m + i) * inner_ + channel + r;
+                        const int64_t at = (block.first + m + i) * inner_ + channel + r * step;
                         gates_.at<float>()[at] = gate[r * M + i], ups_.at<float>()[at] = up[r * M + i];
                     }
             });
+    };
+    team.share_shrinking(units_, [&](int64_t unit, int64_t end) {
+        int64_t index = num_blocks_ - 1;
+        while (blocks_[index].units > unit) --index;
+        for (; unit < end; ++index) {
+            const Block& block = blocks_[index];
+            const int64_t to = std::min(end, block.units + block.taken / AT_ONCE);
+            products(block, (unit - block.units) * AT_ONCE, to - unit);
+            unit = to;
         }
     });
 }
 
 template <int KIND> void ShareRun::activate(Team& team) {
     const int64_t groups = groups_of<KIND>(job_.layer->intermediate), tasks = num_blocks_ * groups;
-    team.share(tasks, grain_of(tasks, team, 1), [&](int64_t task, int64_t end) {
+    team.share(tasks, grain_of(tasks, team), [&](int64_t task, int64_t end) {
         alignas(64) float acts[GROUP];
         for (; task < end; ++task) {
             const Block& block = blocks_[task / groups];
@@ -136,23 +138,24 @@ template <int KIND> void ShareRun::down(Team& team) {
     const ShareLayer& layer = *job_.layer;
     const int64_t hidden = layer.hidden, units = hidden / AT_ONCE;
     const int64_t stride = matrix_bytes(KIND, layer.intermediate), scale_stride = scale_bytes(KIND, layer.intermediate);
-    team.share(units, grain_of(units, team, 8), [&](int64_t unit, int64_t end) {
+    team.share_shrinking(units, [&](int64_t unit, int64_t end) {
+        const int64_t from = unit * AT_ONCE, step = end - unit;
         for (int64_t row = 0; row < job_.rows; ++row)
-            memset(job_.out + row * hidden + unit * AT_ONCE, 0, (end - unit) * AT_ONCE * sizeof(float));
+            memset(job_.out + row * hidden + from, 0, AT_ONCE * step * sizeof(float));
         // expert after expert: the rows of one are neighbours
         for (int64_t index = 0; index < num_blocks_; ++index) {
             const Block& block = blocks_[index];
             const RowMatrix matrix{block.record + layer.down_at, block.record + layer.down_scales_at, stride, scale_stride};
-            for (int64_t at = unit * AT_ONCE; at < end * AT_ONCE; at += AT_ONCE)
+            for (int64_t at = from; at < from + step; ++at)
                 by_rows(block.count, [&](int64_t m, auto count) {
                     constexpr int M = decltype(count)::value;
                     const uint8_t* x[M];
                     float sums[AT_ONCE * M];
                     for (int i = 0; i < M; ++i) x[i] = acts_.at<uint8_t>() + (block.first + m + i) * act_bytes_;
-                    row_products<KIND, M>(matrix, at, block.taken, x, sums);
+                    row_products<KIND, M>(matrix, at, step, block.taken, x, sums);
                     for (int i = 0; i < M; ++i) {
                         const SharePair& pair = pairs_[block.first + m + i];
-                        for (int r = 0; r < AT_ONCE; ++r) job_.out[pair.row * hidden + at + r] += pair.weight * sums[r * M + i];
+                        for (int r = 0; r < AT_ONCE; ++r) job_.out[pair.row * hidden + at + r * step] += pair.weight * sums[r * M + i];
                     }
                 });
         }

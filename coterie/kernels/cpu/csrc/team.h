@@ -15,10 +15,21 @@ void GOMP_parallel(void (*fn)(void*), void* data, unsigned num_threads, unsigned
 int omp_get_num_threads();
 }
 
-struct alignas(64) Phase {
-    std::atomic<int64_t> next{0};  // first task that is not taken
-    std::atomic<int64_t> done{0};  // tasks finished
+// Each in a cache line of its own: those who wait for the end do not slow those who take tasks.
+struct Phase {
+    alignas(64) std::atomic<int64_t> next{0};  // first task that is not taken
+    alignas(64) std::atomic<int64_t> done{0};  // tasks finished
 };
+
+// A phase cut into threads * LEVELS chunks, of which each level has half of what is left: long chunks
+// first, short ones at the end. Returns the part of the work before chunk `index`.
+constexpr int LEVELS = 4;
+inline double part_before(int64_t index, int64_t threads) {
+    const int64_t level = index / threads;
+    if (level >= LEVELS) return 1.0;
+    const double left = 1.0 / double(1 << level), size = level == LEVELS - 1 ? left : left / 2;
+    return 1.0 - left + size * double(index % threads) / double(threads);
+}
 
 class Team {
   public:
@@ -28,17 +39,29 @@ class Team {
     // Calls run(begin, end) over [0, count) in chunks of `grain`; returns when all are finished.
     template <class Run> void share(int64_t count, int64_t grain, Run run) {
         Phase& phase = *phase_++;
+        int64_t own = 0;
         for (;;) {
             const int64_t begin = phase.next.fetch_add(grain, std::memory_order_relaxed);
             if (begin >= count) break;
             const int64_t end = begin + grain < count ? begin + grain : count;
             run(begin, end);
-            phase.done.fetch_add(end - begin, std::memory_order_release);
+            own += end - begin;
         }
+        // once, because many threads that write to one line wait for each other
+        if (own) phase.done.fetch_add(own, std::memory_order_release);
         for (int spins = 0; phase.done.load(std::memory_order_acquire) < count; ++spins) {
             if (spins < 2048) cpu_relax();
             else sched_yield();  // another thread has lost its core and still has work
         }
+    }
+
+    // The same in long chunks first and short ones at the end, where a part of the work is as good as
+    // its part of [0, count).
+    template <class Run> void share_shrinking(int64_t count, Run run) {
+        share(int64_t(size_) * LEVELS, 1, [&](int64_t chunk, int64_t) {
+            const auto start = [&](int64_t index) { return int64_t(part_before(index, size_) * double(count)); };
+            if (start(chunk) < start(chunk + 1)) run(start(chunk), start(chunk + 1));
+        });
     }
 
   private:
