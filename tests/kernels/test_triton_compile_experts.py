@@ -162,7 +162,8 @@ TILED = (("LDGSTS.E.BYPASS.128", "HGMMA"), ("LDL", "STL"))
 # int4 words go from memory to the tensor cores in the registers of one thread
 DIRECT = (("LDG.E.128", "HMMA.16816.F32.BF16"), ("LDL", "STL", "LDSM", "SHFL"))
 BY_ROW = (("LDG.E.128", "LDG.E.64", "HMMA.16816.F32.BF16"), ("LDL", "STL", "LDSM"))
-SOME_BY_ROW = (("LDG.E.128", "HMMA.16816.F32.BF16"), ("LDL", "STL", "LDSM"))
+# what comes over the link is loaded in whole lines, and then exchanged inside the warp
+BY_LINE = (("LDG.E.128", "SHFL.IDX", "HMMA.16816.F32.BF16"), ("LDL", "STL", "LDSM"))
 WIDENED = (("LDG.E.128", "STG.E.128"), ("LDL", "STL"))
 PLAIN: tuple[tuple[str, ...], tuple[str, ...]] = ((), ("LDL", "STL"))
 CASES: dict[str, tuple[Any, tuple[tuple[str, ...], tuple[str, ...]]]] = {
@@ -189,8 +190,8 @@ CASES: dict[str, tuple[Any, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "int4 down widest": (lambda: int4("_int4_down", 32, 1), DIRECT),
     "int4 rows gate_up": (lambda: rows("_int4_pair_gate_up"), BY_ROW),
     "int4 rows down": (lambda: rows("_int4_pair_down"), BY_ROW),
-    "int4 rows gate_up of some": (lambda: rows("_int4_pair_gate_up", TAKEN=True), BY_ROW),
-    "int4 rows down of some": (lambda: rows("_int4_pair_down", TAKEN=True), SOME_BY_ROW),
+    "int4 rows gate_up of some": (lambda: rows("_int4_pair_gate_up", TAKEN=True), BY_LINE),
+    "int4 rows down of some": (lambda: rows("_int4_pair_down", TAKEN=True), BY_LINE),
     "ring": (lambda: shared("_ring"), (("MEMBAR.ALL.SYS",), ("LDL", "STL"))),
     "await": (lambda: shared("_await_cpu"), (("LDG.E.STRONG.SYS",), ("LDL", "STL"))),
     "int4 rows qkv": (lambda: rows("_int4_product", COUNT=5120, ADD=False), BY_ROW),

@@ -55,6 +55,27 @@ def _word_layout(warps: int) -> Any:
 
 
 @constexpr_function
+def _loaded_layout(warps: int, link: bool) -> Any:
+    """Words as they are loaded: as they are used; or from the memory of the host whole lines of 128
+    bytes of a row at a time, because each request over the link costs as much as 24 bytes."""
+    if not link:
+        return _word_layout(warps)
+    registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 4, 0, 0], [0, 8, 0, 0]]
+    lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0], [0, 1, 0, 0], [0, 2, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, _warp_bits(warps, 4), [], [warps, 16, 8, 4])
+
+
+@constexpr_function
+def _loaded_scales_layout(warps: int, link: bool) -> Any:
+    """Scales [units, 16 rows, 8 groups] as they are loaded, where units are neighbours."""
+    if not link or warps != 4:
+        return _sum_layout(warps)
+    registers = [[0, 0, 1], [0, 0, 2]]
+    lanes = [[0, 0, 4], [1, 0, 0], [2, 0, 0], [0, 1, 0], [0, 2, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 4, 0], [0, 8, 0]], [], [warps, 16, 8])
+
+
+@constexpr_function
 def _line_layout(warps: int) -> Any:
     """Words of x [units, 8 groups, 16 words of two columns] as they are loaded."""
     registers = [[0, 0, 1], [0, 0, 2]]
@@ -239,7 +260,8 @@ def _products(words, pairs, x, sums, W: gl.constexpr):
     """[W, 16, 8]: the products of the words' values with x by group, scaled."""
     SUMS: gl.constexpr = _sum_layout(W)
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    values = _nibbles(words)
+    values = _nibbles(gl.convert_layout(words, _word_layout(W)))
+    pairs = gl.convert_layout(pairs, SUMS)
     total = gl.zeros([W, 16, 8], gl.float32, layout=SUMS)
     for j in gl.static_range(8):
         total = mma_v2(_first(values[j], W, A), x[j], total)
@@ -274,11 +296,12 @@ def _load_if(place, inside, EVEN: gl.constexpr):
 
 @gluon.jit
 def _request(
-    weight, scales, first, group, count, WIDTH: gl.constexpr, W: gl.constexpr, EVEN: gl.constexpr
-):
+    weight, scales, first, group, count,
+    WIDTH: gl.constexpr, W: gl.constexpr, EVEN: gl.constexpr, LINK: gl.constexpr = False,
+):  # fmt: skip
     """Words and scales of 16 rows from `first` on, of the W * 8 groups from `group` on."""
-    WORDS: gl.constexpr = _word_layout(W)
-    SUMS: gl.constexpr = _sum_layout(W)
+    WORDS: gl.constexpr = _loaded_layout(W, LINK)
+    SUMS: gl.constexpr = _loaded_scales_layout(W, LINK)
     row = first + _along(16, 1, 3, SUMS)
     own = group + _along(W, 0, 3, SUMS) * 8 + _along(8, 2, 3, SUMS)
     place = row * (WIDTH // 32) + own
@@ -313,7 +336,7 @@ def _gate_up_tile(
     x, gain, norms, chosen, pool, out, pair, first,
     SCALES_AT: gl.constexpr, UNIT: gl.constexpr, TOP_K: gl.constexpr,
     INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, NORM: gl.constexpr,
-    PDL: gl.constexpr,
+    LINK: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """16 rows of `_int4_pair_gate_up`."""
     SUMS: gl.constexpr = _sum_layout(WARPS)
@@ -337,14 +360,15 @@ def _gate_up_tile(
     for step in range(0, STEPS, 2):
         begin = step * EACH
         gate_words, gate_pairs = _request(
-            gates, gate_scales, first, begin, INNER, WIDTH, WARPS, EVEN)
-        up_words, up_pairs = _request(ups, up_scales, first, begin, INNER, WIDTH, WARPS, EVEN)
+            gates, gate_scales, first, begin, INNER, WIDTH, WARPS, EVEN, LINK)
+        up_words, up_pairs = _request(
+            ups, up_scales, first, begin, INNER, WIDTH, WARPS, EVEN, LINK)
         if STEPS > 1:
             begin += EACH
             gate_words_2, gate_pairs_2 = _request(
-                gates, gate_scales, first, begin, INNER, WIDTH, WARPS, ALSO)
+                gates, gate_scales, first, begin, INNER, WIDTH, WARPS, ALSO, LINK)
             up_words_2, up_pairs_2 = _request(
-                ups, up_scales, first, begin, INNER, WIDTH, WARPS, ALSO)
+                ups, up_scales, first, begin, INNER, WIDTH, WARPS, ALSO, LINK)
         if PDL:
             # takes no time; the compiler moves no request behind it, nor x before it
             gdc_wait()
@@ -392,11 +416,11 @@ def _int4_pair_gate_up(
         if first >= gl.load(taken + pair, cache_modifier=".cg"):
             _gate_up_tile(
                 x, gain, norms, chosen, pool, out, pair, first,
-                SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS, NORM, PDL)
+                SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS, NORM, TAKEN, PDL)
     else:
         _gate_up_tile(
             x, gain, norms, chosen, pool, out, pair, first,
-            SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS, NORM, PDL)
+            SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS, NORM, TAKEN, PDL)
     # fmt: on
 
 
@@ -424,7 +448,7 @@ def _request_down(
     INNER: gl.constexpr, WIDTH: gl.constexpr, W: gl.constexpr, TAKEN: gl.constexpr,
 ):  # fmt: skip
     """Words and scales of 16 rows: unit s of each warp."""
-    WORDS: gl.constexpr = _word_layout(W)
+    WORDS: gl.constexpr = _loaded_layout(W, TAKEN)
     SUMS: gl.constexpr = _sum_layout(W)
     STEPS: gl.constexpr = (INNER // 32 + 7) // 8
     PER: gl.constexpr = (TOP_K * STEPS + W - 1) // W
@@ -435,7 +459,8 @@ def _request_down(
     own = unit % STEPS * 8 + _along(8, 2, 3, SUMS)
     inside = (row < WIDTH) & (own < INNER // 32) & (unit < TOP_K * STEPS)
     if TAKEN:
-        inside = inside & _is_left(taken, unit, own, STEPS, TOP_K)
+        # those of two groups are one load
+        inside = inside & _is_left(taken, unit, own // 2 * 2 + 1, STEPS, TOP_K)
     base = _unit_places(chosen, unit, pool, SCALES_AT, UNIT, STEPS, TOP_K)
     pairs = _load_if(base + (row * (INNER // 32) + own), inside, EVEN)
     row = first + _along(16, 1, 4, WORDS)
