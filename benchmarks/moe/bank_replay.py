@@ -28,6 +28,8 @@ Choices = npt.NDArray[np.integer]
 # steps from the one that a strategy decides about to the first that finds an expert out of its
 # slot, and in its slot
 LOST_AFTER, FOUND_AFTER = 2, 3
+# of an int4 expert of Qwen3-30B-A3B's shape
+RECORD_BYTES = 2_949_120
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,9 @@ class BankReplay:
         in_kernel: bool = False,
     ) -> None:
         self._geometry, self._slots, self._in_kernel = geometry, SlotMap(num_slots), in_kernel
-        context = StrategyContext(geometry, self._slots, heatmap, NEUTRAL, in_place=True)
+        context = StrategyContext(
+            geometry, self._slots, heatmap, NEUTRAL, in_place_bytes=RECORD_BYTES
+        )
         runs = resolve_strategy(text, geometry, num_slots)
         _, self._strategy = build_strategies(runs, context)
         self._row = {layer: row for row, layer in enumerate(geometry.layers)}
