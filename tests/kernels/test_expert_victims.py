@@ -53,7 +53,7 @@ class Run:
         # layer numbers are not their rows
         self.geometry = ExpertGeometry((1, 2, 5), EXPERTS, TOP_K)
         self.slots = SlotMap(int(slots))
-        context = StrategyContext(self.geometry, self.slots, None, COSTS, in_place=True)
+        context = StrategyContext(self.geometry, self.slots, None, COSTS, in_place_bytes=3_000_000)
         self.strategy = STRATEGIES[name](context)
         total, count = LAYERS * EXPERTS, int(slots)
         self.arena = torch.zeros((count + total) * SLOT_UNITS * 16, dtype=torch.uint8)

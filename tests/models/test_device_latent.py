@@ -144,7 +144,7 @@ def placing_pool(pool: Any, moe: Any, text: str = "lru", slots: int = 3) -> Any:
     from tests.helpers.moe.slot_simulator import COSTS
 
     geometry = ExpertGeometry(tuple(moe.layers), moe.num_experts, moe.gate_rule.top_k)
-    context = StrategyContext(geometry, SlotMap(slots), None, COSTS, in_place=True)
+    context = StrategyContext(geometry, SlotMap(slots), None, COSTS, in_place_bytes=3_000_000)
     units = pool.slot_bytes // 16
     arena = torch.cat((torch.zeros(slots * pool.slot_bytes, dtype=torch.uint8), pool.arena))
     places, tiers = pool.places + slots * units, torch.ones_like(pool.tiers)

@@ -123,7 +123,7 @@ def banked_over(
     store: DrawnStore, text: str, num_slots: int, wait_s: float | None = None
 ) -> Iterator[tuple[BankedExperts, Any]]:
     slots = SlotMap(num_slots)
-    context = StrategyContext(GEOMETRY, slots, None, COSTS, in_place=True)
+    context = StrategyContext(GEOMETRY, slots, None, COSTS, in_place_bytes=3_000_000)
     prefill, decode = build_strategies(text, context)
     own = cast("Any", store)
     bank = HostBank(own, CPU)

@@ -64,7 +64,7 @@ RECORDS = {key: STORE.arranged(key) for key in KEYS}
 
 def _experts(text: str, num_slots: int) -> tuple[BankedExperts, DeviceTier]:
     own, slots = cast("Any", STORE), SlotMap(num_slots)
-    context = StrategyContext(GEOMETRY, slots, None, COSTS, in_place=True)
+    context = StrategyContext(GEOMETRY, slots, None, COSTS, in_place_bytes=3_000_000)
     prefill, decode = build_strategies(text, context)
     bank = HostBank(own, CPU)
     tier = DeviceTier(own, num_slots, CPU, buffers=buffer_slots(GEOMETRY))

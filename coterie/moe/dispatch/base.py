@@ -82,9 +82,9 @@ class StrategyContext:
     host_can_run: bool = True
     # where an expert runs must not depend on times measured during the run
     deterministic: bool = False
-    # the device reads an expert that is in no slot over the link, in about the time of its upload:
-    # nothing has to be moved to run, and an upload only serves later steps
-    in_place: bool = False
+    # bytes of an expert, if the device reads one that is in no slot over the link, in about the
+    # time of its upload: nothing has to be moved to run, and an upload only serves later steps
+    in_place_bytes: int = 0
     # the N of `NAME:N`, for a strategy that takes a number
     number: int = 0
     # another strategy serves the other phase, with the same slots

@@ -33,7 +33,7 @@ class HotCachedStatic(Strategy):
     def start(self) -> tuple[tuple[Key, int], ...]:
         context, slots = self.context, self.context.slots
         limit = min(self._limit, slots.free())
-        if context.heatmap is None:
+        if context.heatmap is None or not context.heatmap.counts.any():
             keys = spread_evenly(context.geometry, limit)
         else:
             keys = context.heatmap.hottest(limit)

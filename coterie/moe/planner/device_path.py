@@ -91,8 +91,8 @@ class DevicePath:
         seconds = self.rest_s + len(missing) * self.decode_layer.at(rows)
         reading = sum(self.missing_s(rows, count, top_k) for count in missing)
         copying = copied_beside * self.record_bytes / self.copy_bytes_s
-        # the CPU computes on while the link copies
-        return max(seconds + reading + min(copying, reading) * self.link_part, copying)
+        # the CPU's part was chosen for a link that does nothing else
+        return max(seconds + reading + min(copying, reading), copying)
 
     def copied_s(self, rows: int, copied: int, read: Sequence[float], top_k: int) -> float:
         """A step that copies what it misses into slots before it computes with it: nothing runs

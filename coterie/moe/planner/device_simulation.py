@@ -66,8 +66,9 @@ class DeviceSimulation:
     def __init__(self, text: str, setup: DeviceSetup, load: Workload) -> None:
         self.setup, geometry = setup, setup.geometry
         self._slots = SlotMap(setup.slots)
+        size = 0 if setup.is_whole else setup.path.record_bytes
         context = StrategyContext(
-            geometry, self._slots, load.heatmap, setup.costs, in_place=not setup.is_whole
+            geometry, self._slots, load.heatmap, setup.costs, in_place_bytes=size
         )
         self._prefill, self._decode = build_strategies(text, context)
         self._both = tuple(dict.fromkeys((self._prefill, self._decode)))

@@ -190,7 +190,7 @@ def _parts_with(
         costs=costs.with_host(tiers.host / store.geometry.total, shared=tiers.shared),
         host_can_run=tiers.host > 0,
         deterministic=settings.deterministic,
-        in_place=bank is not None,
+        in_place_bytes=0 if bank is None else store.slot_bytes,
     )
     prefill, decode = build_strategies(text, context)
     on_cuda = site.device.type == "cuda"

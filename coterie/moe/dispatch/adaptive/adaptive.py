@@ -41,19 +41,22 @@ class Adaptive(Strategy):
         self._repin = LiveRepin(context, context.slots.num_slots, pin=False)
         self._uploads_free = context.costs.upload_s == 0.0 and not context.deterministic
         self._chunks = ChunkDetector()
-        self._in_place = InPlacePlacement(context) if context.in_place else None
+        self._in_place = InPlacePlacement(context) if context.in_place_bytes else None
         # experts that later layers are predicted to need
         self._protected: dict[int, frozenset[int]] = {}
 
     def start(self) -> Loads:
-        """The hottest experts. Without a heatmap the first ones of every layer, unless all fit:
-        they are then loaded at first use."""
+        """The hottest experts. If nothing is known: whole layers where the device reads the others
+        in place; elsewhere the first experts of every layer, unless all fit: they are then loaded
+        at first use."""
         context, slots = self.context, self.context.slots
-        if context.heatmap is None:
+        if context.heatmap is not None and context.heatmap.counts.any():
+            keys = context.heatmap.hottest(slots.free())
+        elif self._in_place is not None:
+            keys = self._in_place.whole_layers(slots.free())
+        else:
             few = slots.num_slots < context.geometry.total
             keys = spread_evenly(context.geometry, slots.free()) if few else []
-        else:
-            keys = context.heatmap.hottest(slots.free())
         loads = tuple((key, slots.place(key)) for key in keys if key not in slots)
         for key, _ in loads:
             self._repin.own(key)

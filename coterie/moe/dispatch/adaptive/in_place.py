@@ -1,14 +1,16 @@
 """adaptive where the device reads misses from RAM: all layers of a step at once, behind it.
 
 An upload serves later steps only. It has the link alone, while misses are divided between link and
-CPU, so it must save more than two. Policies of different memory compete, each with a simulated
-cache over a sample of the layers; hits count for it and uploads against it. One of them moves
-nothing, which is the best there is where all experts are used about equally often. No measured time
-takes part.
+CPU, so it must save more than three. A layer that misses nothing rings no bell and waits for
+nobody, which is worth some hits more. Policies compete, each with a simulated cache over a sample
+of the layers; hits and such layers count for it and uploads against it. Most have memories of
+different length. One moves nothing. One has whole layers: the best there is where all experts are
+used about equally often, and where nothing is known. No measured time takes part.
 """
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,21 +24,25 @@ Mask = npt.NDArray[np.bool_]
 Values = npt.NDArray[np.float64]
 
 # visits of its layer after which a use counts half; uses by which an expert must lead the one that
-# it replaces; the score of one count in the heatmap
-_HALF_LIFE = np.array([np.inf, np.inf, 256.0, 64.0, 16.0, 5.0])
-_MARGIN = np.array([np.inf, 2.0, 3.0, 2.5, 2.0, 1.0])
-_PRIOR = np.array([4.0, 4.0, 0.0, 0.0, 0.0, 0.0])
-# the first leader
-_FREQUENCY = 1
+# it replaces; tokens as which the whole heatmap counts
+_HALF_LIFE = np.array([np.inf, np.inf, 256.0, 64.0, 16.0, 5.0, np.inf])
+_MARGIN = np.array([np.inf, 2.5, 3.5, 3.0, 2.5, 1.5, 0.5])
+_PRIOR_TOKENS = np.array([0.0, 128.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+# the first leader, if something is known, and if not; the second does not count uses
+_FREQUENCY, _WHOLE_LAYERS = 1, 6
 _WATCHED_LAYERS = 6
 # in the election a hit counts half after this many tokens
-_KEEP = 0.5 ** (1.0 / 128.0)
+_KEEP = 0.5 ** (1.0 / 64.0)
 # by this share of its own hits, and this many, another policy must lead to replace the leader
-_AHEAD, _AHEAD_HITS = 0.02, 1.0
-# uploads behind a step without a prompt
-_MOST = 48
-# hits for which an upload counts: on an H200 copies move 54 GB/s, link and CPU together 116
-_UPLOAD_HITS = 2.0
+_AHEAD, _AHEAD_HITS = 0.01, 1.0
+# steps that do not count, because a policy first pays for what it wants; and those without election
+_UNCOUNTED, _UNELECTED = 16, 32
+# decoding steps that are decided about at once, and uploads behind them
+_AT_ONCE, _MOST = 4, 96
+# hits for which an upload counts: on an H200 a copy takes 54 us, a miss by link and CPU 18
+_UPLOAD_HITS = 3.0
+# bytes of missing experts that take as long as the rest of a layer that misses some (20 us there)
+_LAYER_BYTES = 3e6
 
 
 class InPlacePlacement:
@@ -48,56 +54,90 @@ class InPlacePlacement:
         self._row = {layer: row for row, layer in enumerate(geometry.layers)}
         counts = np.zeros(shape) if context.heatmap is None else context.heatmap.counts
         # [policies, layers, experts], in uses of now
-        self._scores: Values = _PRIOR[:, None, None] * counts
+        asked = _PRIOR_TOKENS * geometry.top_k * shape[0] / max(1.0, float(counts.sum()))
+        self._scores: Values = np.minimum(1.0, asked)[:, None, None] * counts
+        self._whole_first = far_apart(shape[0])
+        self._scores[_WHOLE_LAYERS, self._whole_first] = np.arange(shape[0], 0, -1)[:, None]
         self._decay: Values = 0.5 ** (1.0 / _HALF_LIFE)
+        # [policies, 1, 1]: whether it counts uses
+        self._counts = (np.arange(len(_MARGIN)) != _WHOLE_LAYERS)[:, None, None]
         self._present = np.zeros(shape, dtype=bool)
         for row, layer in enumerate(geometry.layers):
             self._present[row, list(geometry.present(layer))] = True
         step = max(1, shape[0] // _WATCHED_LAYERS)
-        self._watched = np.arange(step // 2, shape[0], step)
+        # of layers that are whole, as large a part as of all
+        self._watched = np.sort(self._whole_first[step // 2 :: step])
         self._shadow_slots = round(context.slots.num_slots * len(self._watched) / shape[0])
         # [policies, watched layers, experts]: what each policy would have in slots, from the first
         # step on; and its hits less its uploads
         self._shadows: Mask | None = None
         self._net: Values = np.zeros(len(_MARGIN))
-        self._leader = _FREQUENCY
+        self._steps = 0
+        # what decoding steps used that are not counted yet
+        self._uncounted: list[Mask] = []
+        self._leader = _FREQUENCY if counts.any() else _WHOLE_LAYERS
+        self._layer_hits = _LAYER_BYTES / context.in_place_bytes
         self._here, self._movable = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
         self._known_changes = -1
         # experts that replaced another
         self.replaced = 0
 
     def step(self, rows: npt.NDArray[np.int64], phase: str) -> list[tuple[Key, int]]:
-        """A step used experts so often, [layers, experts]: what to load for later ones."""
-        self._refresh()
+        """A step used experts so often, [layers, experts]: what to load for later ones. Steps that
+        decode are counted and decided about some at a time, because the host has little time."""
         used = rows > 0
+        if phase == "decode":
+            self._uncounted.append(used)
+            if len(self._uncounted) < _AT_ONCE:
+                return []
+        self._refresh()
         if self._shadows is None:
             self._shadows = np.repeat(self._here[self._watched][None], len(_MARGIN), axis=0)
-        self._net += (self._shadows & used[self._watched]).sum(axis=(1, 2))
-        self._record(rows, used, phase)
-        self._elect(used)
-        self._net *= _KEEP
+        steps, self._uncounted = self._uncounted, []
+        for each in steps:
+            self._scores = self._scores * self._decay[:, None, None] + self._counts * each
+            self._count(each)
+        if phase != "decode":
+            self._record(rows)
+            self._count(used)
+            steps.append(used)
+        self._elect(np.any(steps, axis=0))
         return self._move(_MOST if phase == "decode" else rows.size)
+
+    def _count(self, used: Mask) -> None:
+        """Hits of the simulated caches, and their layers that miss nothing."""
+        assert self._shadows is not None
+        asked = used[self._watched]
+        self._net *= _KEEP
+        self._net += (self._shadows & asked).sum(axis=(1, 2))
+        self._net += self._layer_hits * (~(asked & ~self._shadows).any(axis=2)).sum(axis=1)
+        self._steps += 1
+
+    def whole_layers(self, count: int) -> list[Key]:
+        """So many experts, layer after layer."""
+        geometry = self._geometry
+        layers = (geometry.layers[row] for row in self._whole_first)
+        keys = ((layer, expert) for layer in layers for expert in geometry.present(layer))
+        return list(islice(keys, count))
 
     def worth(self) -> Values:
         """[layers, experts], by the leading policy."""
         found: Values = self._scores[self._leader]
         return found
 
-    def _record(self, rows: npt.NDArray[np.int64], used: Mask, phase: str) -> None:
+    def _record(self, rows: npt.NDArray[np.int64]) -> None:
         """Each row of a prompt counts as one visit, as if all rows used the same experts; a batch
         of decoded rows is one visit."""
-        if phase == "decode":
-            self._scores = self._scores * self._decay[:, None, None] + used
-            return
         visits = max(1, int(rows[0].sum()) // self._geometry.top_k)
         decay = self._decay**visits
         with np.errstate(invalid="ignore", divide="ignore"):
             weights = (1.0 - decay) / (1.0 - self._decay)
         weights = np.where(self._decay < 1.0, weights, visits) / visits
-        self._scores = self._scores * decay[:, None, None] + weights[:, None, None] * rows
+        weights = self._counts * weights[:, None, None]
+        self._scores = self._scores * decay[:, None, None] + weights * rows
 
     def _elect(self, used: Mask) -> None:
-        """Replay the step in the simulated caches, then see who leads."""
+        """Exchange in the simulated caches what these experts replace, then see who leads."""
         assert self._shadows is not None
         asked = used[self._watched].reshape(-1)
         for policy, margin in enumerate(_MARGIN):
@@ -110,6 +150,10 @@ class InPlacePlacement:
             members[more[0]] = True
             members[more[1]] = False
             self._net[policy] -= _UPLOAD_HITS * len(more[0])
+        if self._steps <= _UNCOUNTED:
+            self._net[:] = 0.0
+        if self._steps < _UNELECTED:
+            return
         best, led = int(np.argmax(self._net)), float(self._net[self._leader])
         if self._net[best] > led + abs(led) * _AHEAD + _AHEAD_HITS:
             self._leader = best
@@ -146,6 +190,13 @@ class InPlacePlacement:
         for key in list(slots.keys()):
             at = self._row[key[0]], key[1]
             self._here[at], self._movable[at] = True, not slots.is_pinned(key)
+
+
+def far_apart(count: int) -> list[int]:
+    """Layers in an order in which the first few, however many, are spread evenly: between two that
+    miss nothing a prompt copies others."""
+    bits = max(1, count - 1).bit_length()
+    return sorted(range(count), key=lambda row: int(f"{row:0{bits}b}"[::-1], 2))
 
 
 def exchange(
