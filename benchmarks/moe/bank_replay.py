@@ -39,15 +39,10 @@ class BankCounts:
     hits: int
     misses: int
     copies: int
-    steps: int
 
     @property
     def hit_rate(self) -> float:
         return self.hits / max(1, self.hits + self.misses)
-
-    def step_s(self, fixed_s: float, miss_s: float, copy_s: float) -> float:
-        """Seconds of a step: a copy runs beside the step, and takes link time from its reads."""
-        return fixed_s + (self.misses * miss_s + self.copies * copy_s) / max(1, self.steps)
 
 
 class BankReplay:
@@ -156,7 +151,7 @@ def replay_bank(
     run = BankReplay(text, geometry, num_slots, heatmap, in_kernel)
     found = np.array([run.step(each) for each in chosen])[warm:]
     hits, misses, copies = map(int, found.sum(axis=0))
-    return BankCounts(hits, misses, copies, len(found))
+    return BankCounts(hits, misses, copies)
 
 
 def belady_rate(geometry: ExpertGeometry, chosen: Choices, num_slots: int, warm: int) -> float:

@@ -111,8 +111,8 @@ def test_a_step_is_its_layers_and_what_they_miss() -> None:
 
 def test_copies_beside_a_step_take_the_link_from_reads() -> None:
     path = simple()
-    # 2 ms of copies, half of which the CPU makes up for
-    assert path.decode_s(1, [1, 3], 2, copied_beside=2) == pytest.approx(12e-3)
+    # 2 ms of copies; the CPU's part does not grow for a few steps
+    assert path.decode_s(1, [1, 3], 2, copied_beside=2) == pytest.approx(13e-3)
     # a step that reads nothing hides them, unless they take longer than itself
     assert path.decode_s(1, [0, 0], 2, copied_beside=2) == pytest.approx(5e-3)
     assert path.decode_s(1, [0, 0], 2, copied_beside=20) == pytest.approx(20e-3)
