@@ -90,6 +90,11 @@ class StrategyContext:
     # another strategy serves the other phase, with the same slots
     paired: bool = False
 
+    @property
+    def known(self) -> Heatmap | None:
+        """The heatmap, unless nothing was counted."""
+        return self.heatmap if self.heatmap is not None and self.heatmap.counts.any() else None
+
 
 class Strategy:
     """Base of all strategies. `name` is the file's name, the CLI value and the docs heading."""

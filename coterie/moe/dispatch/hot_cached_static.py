@@ -33,10 +33,10 @@ class HotCachedStatic(Strategy):
     def start(self) -> tuple[tuple[Key, int], ...]:
         context, slots = self.context, self.context.slots
         limit = min(self._limit, slots.free())
-        if context.heatmap is None or not context.heatmap.counts.any():
+        if context.known is None:
             keys = spread_evenly(context.geometry, limit)
         else:
-            keys = context.heatmap.hottest(limit)
+            keys = context.known.hottest(limit)
         loads = tuple((key, slots.place(key)) for key in keys if key not in slots)
         for key, _ in loads:
             self._repin.own(key)

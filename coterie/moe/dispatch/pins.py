@@ -51,7 +51,7 @@ class PinnedStrategy(ActiveOnly):
         raise TypeError(f"{self.name} does not choose")
 
     def start(self) -> tuple[tuple[Key, int], ...]:
-        if self.context.heatmap is None:
+        if self.context.known is None:
             return ()
         return self._pin(self._limit, early=False)
 

@@ -50,8 +50,8 @@ class Adaptive(Strategy):
         in place; elsewhere the first experts of every layer, unless all fit: they are then loaded
         at first use."""
         context, slots = self.context, self.context.slots
-        if context.heatmap is not None and context.heatmap.counts.any():
-            keys = context.heatmap.hottest(slots.free())
+        if context.known is not None:
+            keys = context.known.hottest(slots.free())
         elif self._in_place is not None:
             keys = self._in_place.whole_layers(slots.free())
         else:

@@ -46,7 +46,7 @@ _LAYER_BYTES = 3e6
 
 
 class InPlacePlacement:
-    """Which experts are in slots, decided once behind every step."""
+    """Which experts are in slots, decided behind prompts and behind every few decoding steps."""
 
     def __init__(self, context: StrategyContext) -> None:
         geometry, self._slots = context.geometry, context.slots
@@ -75,7 +75,7 @@ class InPlacePlacement:
         self._steps = 0
         # what decoding steps used that are not counted yet
         self._uncounted: list[Mask] = []
-        self._leader = _FREQUENCY if counts.any() else _WHOLE_LAYERS
+        self._leader = _WHOLE_LAYERS if context.known is None else _FREQUENCY
         self._layer_hits = _LAYER_BYTES / context.in_place_bytes
         self._here, self._movable = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
         self._known_changes = -1
@@ -126,8 +126,8 @@ class InPlacePlacement:
         return found
 
     def _record(self, rows: npt.NDArray[np.int64]) -> None:
-        """Each row of a prompt counts as one visit, as if all rows used the same experts; a batch
-        of decoded rows is one visit."""
+        """A prompt: each of its rows counts as one visit, as if all used the same experts. (A batch
+        of decoded rows is one visit.)"""
         visits = max(1, int(rows[0].sum()) // self._geometry.top_k)
         decay = self._decay**visits
         with np.errstate(invalid="ignore", divide="ignore"):
