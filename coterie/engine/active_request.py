@@ -26,7 +26,7 @@ from coterie.engine.draw import BadWords, make_draw
 from coterie.engine.grammar import Constraint, GrammarCache, GrammarTask
 from coterie.engine.sequence import BASE, Sequence, SequenceAdapters, SequenceStatus, TenantShare
 from coterie.engine.step import TokenScore
-from coterie.engine.time_ledger import RequestLedger
+from coterie.engine.time_ledger import RequestLedger, TimeLedger
 
 
 @dataclass(slots=True)
@@ -149,8 +149,8 @@ class ActiveRequest:
             stored_tokens=self.num_stored,
         )
 
-    def finished(self, now: float, busy_s: float = 0.0) -> Finished:
-        """`busy_s`: seconds of all steps of the engine."""
+    def finished(self, now: float, times: TimeLedger) -> Finished:
+        """`times`: all steps of the engine."""
         arrived, clock = self.assignment.arrived_at, self.clock
         scheduled = now if clock.scheduled is None else clock.scheduled
         first = now if clock.first_token is None else clock.first_token
@@ -172,7 +172,9 @@ class ActiveRequest:
                 total_s=max(now - arrived, 0.0),
                 num_preemptions=self.num_preemptions,
                 load_s=self.load_s,
-                spent=self.ledger.spent(busy_s, max(now - scheduled, 0.0)),
+                spent=self.ledger.spent(
+                    times.busy_s, max(now - scheduled, 0.0), times.since_ran(now)
+                ),
             ),
             self.moe,
             len(self.blocks),

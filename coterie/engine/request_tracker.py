@@ -119,7 +119,7 @@ class RequestTracker:
             if choice not in assignment.finished:
                 events.append(Delta(assignment.request_id, choice, "", (), finish_reason=reason))
         if request.is_over:
-            events.append(request.finished(self._now(), self.times.busy_s))
+            events.append(request.finished(self._now(), self.times))
             return
         self._requests[assignment.request_id] = request
         num_beams = assignment.sampling.num_beams or 1
@@ -519,7 +519,7 @@ class RequestTracker:
 
     def _finish(self, request: ActiveRequest, events: list[Event]) -> None:
         self._charge_load(request)
-        events.append(request.finished(self._now(), self.times.busy_s))
+        events.append(request.finished(self._now(), self.times))
         self._forget(request)
 
     def _forget(self, request: ActiveRequest) -> None:

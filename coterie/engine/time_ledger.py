@@ -59,6 +59,10 @@ class TimeLedger:
         self.busy_s += times.run_s + times.host_s
         return times
 
+    def since_ran(self, now: float) -> float:
+        """Seconds since the last step was computed, in which its tokens became text."""
+        return 0.0 if self._ran is None else max(0.0, now - self._ran)
+
     def idle(self) -> None:
         """Nothing runs until the next step."""
         self._ran = None
@@ -94,16 +98,17 @@ class RequestLedger:
         self.prompts_s += times.run_s * others
         self.own_s += times.run_s + times.host_s
 
-    def spent(self, busy_s: float, ran_s: float) -> TimeSpent:
-        """`ran_s`: since its first step was scheduled, until which all steps took `busy_s`."""
-        elsewhere = min(busy_s - self.from_s, ran_s) - self.own_s
+    def spent(self, busy_s: float, ran_s: float, ending_s: float = 0.0) -> TimeSpent:
+        """`ran_s`: since its first step was scheduled, until which all steps took `busy_s`.
+        `ending_s`: since the last of them."""
+        elsewhere = min(busy_s - self.from_s, ran_s - ending_s) - self.own_s
         # what the engine did for its first step before that was scheduled is in its queue's time
-        early = max(0.0, self.own_s - ran_s)
+        early = max(0.0, self.own_s + ending_s - ran_s)
         return TimeSpent(
             self.device_s,
             self.link_s,
             self.disk_s,
             self.cpu_s,
-            max(0.0, self.host_s - early),
+            max(0.0, self.host_s + ending_s - early),
             self.prompts_s + max(0.0, elsewhere),
         )

@@ -112,6 +112,12 @@ def test_waits_never_exceed_their_step() -> None:
     at_once.add(1, times, 0.0)
     assert at_once.spent(1.0, 0.8).total_s == pytest.approx(0.8)
     assert at_once.spent(1.0, 0.8).host_s == pytest.approx(0.05)
+    # the last token became text 0.3 s behind its step
+    assert ledger.since_ran(11.9) == pytest.approx(0.3)
+    late = mine.spent(ledger.busy_s, 1.9, 0.3)
+    assert late.host_s == pytest.approx(spent.host_s + 0.3)
+    assert late.total_s == pytest.approx(1.9) and late.others_s == pytest.approx(0.6)
     # after a pause without requests
     ledger.idle()
+    assert ledger.since_ran(50.0) == 0
     assert ledger.step(50.0, 51.0, 0.25, None).host_s == 0

@@ -45,7 +45,7 @@ def run(name: str, **environment: str) -> dict[str, str]:
 @pytest.mark.full
 def test_openai(server: Served) -> None:
     printed = run("openai_chat.py", COTERIE_BASE_URL=server.url)
-    assert printed["models"] == "chat, batch"
+    assert printed["models"] == "chat, batch, auto"
     assert "Paris" in printed["answer"] and printed["stream"] == printed["answer"]
     name, age = printed["json"].split()
     assert name in ("Ada", "Alan") and int(age) <= 99
