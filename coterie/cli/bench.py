@@ -26,12 +26,14 @@ examples:
   coterie bench --json > result.json
   coterie bench --config coterie.toml --specialist sql      with its experts
 
+with prompts: tokens answered a second, while the prompts are read in the same time.
 limit: what reading every weight once per token allows at the measured memory
 bandwidth (of experts: those that one token passes).
 """
 
 BANDWIDTH_BYTES = 512 * 1024 * 1024
 WARM_TOKENS = 8
+TOGETHER_PROMPT = 128
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -82,9 +84,8 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
     rows.append({"what": f"prefill of {args.prefill}", "tokens_s": prefill, "limit_tokens_s": None})
     for streams in args.concurrency:
         rate = bench.median(partial(bench.together, streams, args.decode))
-        rows.append(
-            {"what": f"decode, {streams} streams", "tokens_s": rate, "limit_tokens_s": None}
-        )
+        what = f"{streams} streams, with prompts of {TOGETHER_PROMPT}"
+        rows.append({"what": what, "tokens_s": rate, "limit_tokens_s": None})
     return {
         "architecture": info.architecture,
         "dtype": info.dtype,
@@ -122,8 +123,8 @@ class BenchRunner:
         return tokens / (time.perf_counter() - started)
 
     def together(self, streams: int, tokens: int) -> float:
-        """Prompts of 128 tokens and their answers, measured as one run."""
-        prompts = [self.prompt(128) for _ in range(streams)]
+        """Tokens answered a second, the time of reading the prompts counted in."""
+        prompts = [self.prompt(TOGETHER_PROMPT) for _ in range(streams)]
         started = time.perf_counter()
         self.llm.generate(prompts, **self._greedy(tokens))
         return streams * tokens / (time.perf_counter() - started)

@@ -342,7 +342,7 @@ def test_bench(tiny: str) -> None:
     assert [row["what"] for row in report["results"]] == [
         "decode, 1 stream",
         "prefill of 32",
-        "decode, 8 streams",
+        "8 streams, with prompts of 128",
     ]
     assert all(row["tokens_s"] > 0 for row in report["results"])
 
