@@ -26,7 +26,7 @@ examples:
   coterie bench --json > result.json
   coterie bench --config coterie.toml --specialist sql      with its experts
 
-with prompts: tokens answered a second, while the prompts are read in the same time.
+with prompts: tokens answered a second; the time of the prompts counts too.
 limit: what reading every weight once per token allows at the measured memory
 bandwidth (of experts: those that one token passes).
 """

@@ -54,8 +54,8 @@ def install(unchecked: bool = False) -> None:
     def one(self: Any, sequence: Any, token: Any, events: Any, now: float) -> None:
         self._decoded(sequence, token, events)
 
-    def bad_finished(self: Any, *times: float) -> Any:
-        end = finished(self, *times)
+    def bad_finished(self: Any, now: float, times: Any) -> Any:
+        end = finished(self, now, times)
         if self.request_id != NUMPY_TIME:
             return end
         return replace(end, timings=replace(end.timings, decode_s=np.float64(1.0)))
@@ -72,7 +72,7 @@ def install(unchecked: bool = False) -> None:
     RequestTracker._commit_decoded = one_by_one  # type: ignore[method-assign]
     RequestTracker._decode = one  # type: ignore[method-assign]
     ActiveRequest.produce = bad_produce  # type: ignore[method-assign]
-    ActiveRequest.finished = bad_finished  # type: ignore[method-assign, assignment]
+    ActiveRequest.finished = bad_finished  # type: ignore[method-assign]
     Engine.add = bad_add  # type: ignore[method-assign]
     Engine.stats = bad_stats  # type: ignore[method-assign]
 
