@@ -296,8 +296,12 @@ def _first_fault(error: ValidationError) -> InvalidRequest:
     and clients log errors."""
     faults = error.errors(include_url=False, include_input=False, include_context=False)
     field = faults[0]["loc"][:1]
-    # every member of a union reports an error; the deepest one is probably the intended member
-    fault = max((f for f in faults if f["loc"][:1] == field), key=lambda f: len(f["loc"]))
+    # every member of a union reports an error; that which read deepest, and of lists the furthest,
+    # is probably the intended one
+    fault = max(
+        (f for f in faults if f["loc"][:1] == field),
+        key=lambda f: (len(f["loc"]), [step for step in f["loc"] if isinstance(step, int)]),
+    )
     # the members of a union add their names to the path; a caller knows only fields and indexes
     path = [str(step) for step in fault["loc"] if isinstance(step, int) or _is_field(step)]
     param = ".".join(path) or None

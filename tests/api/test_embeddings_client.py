@@ -205,6 +205,24 @@ def test_token_ids_are_read_as_they_are(encoders: Encoders, client: openai.OpenA
         client.embeddings.create(model="tiny-bert", input=[[3, 9000]])
 
 
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        (["the fox", None], "input.1"),
+        (["the fox", "a model", 3], "input.2"),
+        ([[3, 4], "the fox"], "input.1"),
+        ([[3], [4, None]], "input.1.1"),
+        ([3, "the fox"], "input.1"),
+    ],
+)
+def test_the_wrong_item_of_a_list_is_named(
+    client: openai.OpenAI, given: list[Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.embeddings.create(model="tiny-bert", input=given)
+    assert refused.value.param == param
+
+
 def test_what_is_too_long_is_refused_and_cut_only_when_asked(
     encoders: Encoders, client: openai.OpenAI
 ) -> None:
