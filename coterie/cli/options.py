@@ -58,6 +58,15 @@ def add_capture(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_elastic(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--elastic-memory",
+        action="store_true",
+        default=None,
+        help="KV and experts trade device memory while serving",
+    )
+
+
 def add_moe(parser: argparse.ArgumentParser) -> None:
     """Where the experts of a mixture-of-experts model are kept."""
     parser.add_argument("--context", type=count, metavar="N", help="tokens of prompt plus output")
@@ -77,12 +86,7 @@ def add_moe(parser: argparse.ArgumentParser) -> None:
     add("--predict", choices=PREDICTIONS, help="use of the next layer's guess (default: auto)")
     add("--reads", choices=READS, help="how the disk is read (default: auto)")
     add("--deterministic", action="store_true", default=None, help="fix each expert's place")
-    add(
-        "--elastic-memory",
-        action="store_true",
-        default=None,
-        help="KV and experts trade device memory while serving",
-    )
+    add_elastic(group)
     krasis = parser.add_argument_group(
         "the same in Krasis's words",
         textwrap.fill(_KRASIS, width() - 2),

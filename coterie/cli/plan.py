@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coterie.cli.options import add_model, budget, count, fetch, strategy
+from coterie.cli.options import add_elastic, add_model, budget, count, fetch, strategy
 from coterie.cli.specialist import add_specialist, use_specialist
 from coterie.cli.terminal import facts, nbytes, note, table
 from coterie.core.errors import ConfigError
@@ -49,6 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--device-budget", type=budget, metavar="SIZE", help="6GB, or a share such as 25%%")
     add("--host-budget", type=budget, metavar="SIZE", help="RAM for experts; 0 = none")
     add("--cache-capacity", type=count, metavar="N", help="experts on the device")
+    add_elastic(parser)
     add("--trace", type=Path, metavar="FILE", help="a recorded trace to replay")
     add("--workload", default="default", metavar="NAME", help="whose heatmap to draw from")
     add("--json", action="store_true", help="print JSON")
@@ -186,7 +187,8 @@ def _flags(args: argparse.Namespace, subject: PlannedModel, row: PlanRow) -> lis
         given["--device-budget"] = share_of(row.device_slots, total)
     if not args.host_budget:
         given["--host-budget"] = share_of(row.host_slots, total)
-    return [f"{name} {value}" for name, value in given.items() if value]
+    flags = [f"{name} {value}" for name, value in given.items() if value]
+    return [*flags, "--elastic-memory"] if args.elastic_memory else flags
 
 
 def share_of(slots: int, total: int) -> str:
@@ -217,6 +219,7 @@ def _settings(args: argparse.Namespace) -> MoeSettings:
         device_budget=args.device_budget or "",
         host_budget=args.host_budget or "",
         cache_capacity=args.cache_capacity or 0,
+        elastic_memory=bool(args.elastic_memory),
     )
 
 

@@ -157,7 +157,10 @@ def chosen(document: dict[str, Any]) -> dict[str, Any]:
     "given",
     [
         (),
-        pytest.param(("--cache-capacity", "5", "--context", "100"), marks=pytest.mark.full),
+        pytest.param(
+            ("--cache-capacity", "5", "--context", "100", "--elastic-memory"),
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             ("--device-budget", "30%", "--host-budget", "40%", "--context", "64"),
             marks=pytest.mark.full,
@@ -175,6 +178,17 @@ def test_the_flags_give_the_plan_again(model: Path, given: tuple[str, ...]) -> N
     again = planned(str(model), *flags)
     assert chosen(again) == chosen(first)
     assert again["flags"] == first["flags"]
+
+
+def test_what_a_file_of_settings_says_is_planned(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "coterie.toml"
+    file.write_text(
+        f'[[specialists]]\nname = "moe"\nmodel = "{model}"\n'
+        'moe = {strategy = "lru", cache_capacity = 5, elastic_memory = true}\n'
+    )
+    flags = planned("--config", str(file))["flags"]
+    assert flags[-1] == "--elastic-memory"
+    assert {"--strategy lru", "--cache-capacity 5"} <= set(flags)
 
 
 def test_the_bound_is_one(model: Path) -> None:
