@@ -155,6 +155,11 @@ def test_a_name_is_only_shown(served: Served, client: openai.OpenAI, home: Path,
         (PURPOSE + part("expires_after[anchor]", b"created_at") + GOOD + END, 400, "seconds"),
         (part("expires_after[anchor]", b"created_at") + part("expires_after[seconds]", b"9")
          + PURPOSE + GOOD + END, 400, "3600"),
+        (PURPOSE + part("expires_after", b"tomorrow") + GOOD + END, 400, "expires_after"),
+        (PURPOSE + part("expires_after", b"[" * 9000) + GOOD + END, 400, "expires_after"),
+        (PURPOSE + part("expires_after", b'{"anchor": "created_at"}') + GOOD + END, 400, "seconds"),
+        (PURPOSE + part("expires_after", b"null") + part("expires_after[seconds]", b"9")
+         + GOOD + END, 400, "twice"),
         (part("purpose", b"\xff") + GOOD + END, 400, "UTF-8"),
         (PURPOSE + part("file", b"x" * 3_000_001, "a") + END, 413, "limit"),
         (PURPOSE + part("file", b"x" * 4_000_000, "a") + END, 413, "limit"),

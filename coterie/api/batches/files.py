@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -150,10 +151,15 @@ class _Form:
         for name, value in self._fields.items():
             if name == "purpose":
                 fields[name] = value
+            elif name == _EXPIRES:
+                # as OpenAPI writes objects in forms
+                fields[name] = _json_or_text(value)
             elif name.startswith(_EXPIRES + "[") and name.endswith("]"):
                 inner = name[len(_EXPIRES) + 1 : -1]
                 is_number = inner == "seconds" and value.isascii() and value.isdigit()
                 expires[inner] = int(value[:12]) if is_number else value
+        if expires and _EXPIRES in fields:
+            raise InvalidRequest("a field of the form is given twice", param=_EXPIRES)
         if expires:
             fields[_EXPIRES] = expires
         body = check(FileBody, fields)
@@ -162,6 +168,13 @@ class _Form:
         if not self._upload.writer.num_bytes:
             raise InvalidRequest("file: is empty", param=FILE)
         return body
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError):
+        return value
 
 
 def file_fields(file: StoredFile) -> dict[str, Any]:
