@@ -528,22 +528,22 @@ def test_a_spike_against_a_real_server(ensemble_home: Path) -> None:
 
     threads = [threading.Thread(target=caller) for _ in range(14)]
     try:
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + 60
-        # a pause of the callers may undo a step for a moment
-        while not low_refused:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-            if len(audit_of(served, "spike_raised")) >= 3:
-                reply = served.post("/v1/chat/completions", body, x_vllm_priority="3")
-                if reply.status == 429 and "priority" in reply.json["error"]["message"]:
-                    low_refused.append(reply.json["error"])
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    try:
+        try:
+            for thread in threads:
+                thread.start()
+            deadline = time.monotonic() + 60
+            # a pause of the callers may undo a step for a moment
+            while not low_refused:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+                if len(audit_of(served, "spike_raised")) >= 3:
+                    reply = served.post("/v1/chat/completions", body, x_vllm_priority="3")
+                    if reply.status == 429 and "priority" in reply.json["error"]["message"]:
+                        low_refused.append(reply.json["error"])
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
         deadline = time.monotonic() + 60
         steps: list[str] = []
         while not steps or steps[-1] != "normal":
