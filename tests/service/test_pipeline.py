@@ -43,6 +43,7 @@ from coterie.service.submit.load import ReplicaRequest
 from coterie.service.submit.submitter import tokenise
 from coterie.workers.contract import Sink
 from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.running_tasks import running_tasks
 from tests.helpers.serving.worker_requests import own_workers
 
 Test = Callable[[Pipeline], Awaitable[None]]
@@ -243,7 +244,7 @@ def test_closing_the_iterator_frees_at_once(on_pipeline: Callable[[Test], None])
             (family,) = [f for f in families if f.name == "vllm:num_requests_running"]
             return sum(sample.value for sample in family.samples)
 
-        tasks = len(asyncio.all_tasks())
+        tasks = running_tasks()
         async with aclosing(pipeline.handle(request(limits={"max_tokens": 900}))) as events:
             async for event in events:
                 if isinstance(event, Delta):
@@ -255,7 +256,7 @@ def test_closing_the_iterator_frees_at_once(on_pipeline: Callable[[Test], None])
         await asyncio.gather(task, return_exceptions=True)
         await collect(pipeline, request())
         assert usage() == 0
-        assert pipeline._open == 0 and len(asyncio.all_tasks()) == tasks
+        assert pipeline._open == 0 and running_tasks() == tasks
 
     on_pipeline(test)
 

@@ -16,6 +16,7 @@ from coterie.core.plan import Admitted, Rejected
 from coterie.workers.contract import Replica, WorkerSpec
 from coterie.workers.inproc import InprocReplica
 from coterie.workers.supervisor import ProcessReplica
+from tests.helpers.serving.running_tasks import running_tasks
 from tests.helpers.serving.worker_requests import (
     GREEDY,
     LANE,
@@ -158,7 +159,7 @@ def test_refusals_are_verdicts(on_replica: Callable[[Test], None]) -> None:
 def test_a_hundred_submits_and_aborts_leak_nothing(on_replica: Callable[[Test], None]) -> None:
     async def test(replica: Replica) -> None:
         await run(replica, assign("warm"))
-        tasks, files = len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
+        tasks, files = running_tasks(), len(os.listdir("/proc/self/fd"))
         free = replica.lane_states()[LANE].free_tokens
         for index in range(100):
             listener = await begin(replica, assign(f"l{index}", max_tokens=500))
@@ -166,7 +167,7 @@ def test_a_hundred_submits_and_aborts_leak_nothing(on_replica: Callable[[Test], 
                 await listener.until(lambda seen: len(seen.events) > 1)
             await replica.abort(f"l{index}")
         await run(replica, assign("last"))
-        assert len(asyncio.all_tasks()) == tasks
+        assert running_tasks() == tasks
         assert len(os.listdir("/proc/self/fd")) <= files + 1
         assert replica.lane_states()[LANE].free_tokens == free
         assert replica.stats()["restarts"] == 0
