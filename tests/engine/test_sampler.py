@@ -11,15 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 
 from coterie.core.request import TokenRules
 from coterie.engine import sampler as filters_module
@@ -66,24 +57,18 @@ def support(logits: torch.Tensor, one: Sequence) -> set[int]:
     return found
 
 
-CASES: list[tuple[dict[str, Any], list[Any]]] = [
-    ({"top_k": 5}, [TopKLogitsWarper(5)]),
-    ({"top_k": 40}, [TopKLogitsWarper(40)]),
-    ({"top_p": 0.7}, [TopPLogitsWarper(0.7)]),
-    ({"top_p": 0.2}, [TopPLogitsWarper(0.2)]),
-    ({"min_p": 0.1}, [MinPLogitsWarper(0.1)]),
-    ({"typical_p": 0.4}, [TypicalLogitsWarper(0.4)]),
-    ({"typical_p": 0.8}, [TypicalLogitsWarper(0.8)]),
-    ({"top_k": 30, "top_p": 0.6}, [TopKLogitsWarper(30), TopPLogitsWarper(0.6)]),
-    (
-        {"top_k": 50, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.7},
-        [
-            TopKLogitsWarper(50),
-            TopPLogitsWarper(0.9),
-            MinPLogitsWarper(0.02),
-            TypicalLogitsWarper(0.7),
-        ],
-    ),
+# names of transformers' warpers; in the order of its lists
+WARPERS = {"top_k": "TopK", "top_p": "TopP", "min_p": "MinP", "typical_p": "Typical"}
+CASES: list[dict[str, Any]] = [
+    {"top_k": 5},
+    {"top_k": 40},
+    {"top_p": 0.7},
+    {"top_p": 0.2},
+    {"min_p": 0.1},
+    {"typical_p": 0.4},
+    {"typical_p": 0.8},
+    {"top_k": 30, "top_p": 0.6},
+    {"top_k": 50, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.7},
 ]
 
 
@@ -91,10 +76,18 @@ CASES: list[tuple[dict[str, Any], list[Any]]] = [
 @pytest.mark.parametrize("number", range(len(CASES)))
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_filters_keep_what_transformers_keeps(number: int, ties: bool, temperature: float) -> None:
-    settings, oracle = CASES[number]
+    import transformers
+
+    settings = CASES[number]
+    oracle = [
+        getattr(transformers, f"{WARPERS[name]}LogitsWarper")(value)
+        for name, value in settings.items()
+    ]
     for seed in range(3):
         logits = random_logits(1, seed, ties)
-        warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature), *oracle])
+        warpers = transformers.LogitsProcessorList(
+            [transformers.TemperatureLogitsWarper(temperature), *oracle]
+        )
         scores = warpers(torch.zeros(1, 1, dtype=torch.long), logits.clone())
         weights = torch.softmax(scores.double(), dim=1)[0]
         # a grid of 600 finds every token of some weight
@@ -126,6 +119,8 @@ def test_narrow_and_whole_sort_agree(ties: bool, monkeypatch: pytest.MonkeyPatch
 
 
 def test_repetition_penalty_equals_transformers() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
     prompt, output = [4, 9, 9, 30], [7, 9, 7]
     for seed in range(5):
         logits = random_logits(1, seed, ties=False)

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,8 @@ def thinking_checkpoint(path: Path) -> Path:
 
 @cache
 def _own_source() -> str:
-    import transformers
-
     sources = [Path(__file__), Path(__file__).with_name("dwr_reference.py")]
-    return "".join(source.read_text() for source in sources) + str(transformers.__version__)
+    return "".join(source.read_text() for source in sources) + version("transformers")
 
 
 @contextmanager
