@@ -276,7 +276,8 @@ class Router:
             return draft
         matcher = self._matcher or self._catalog.matcher()
         if matcher is None:
-            return _without_experts(draft, any(True for _ in self._catalog.names()))
+            # those that are damaged are in no index
+            return _without_experts(draft, bool(self._catalog.current_profiles()))
         draft.threshold = self._settings.threshold or matcher.threshold
         stage_start = time.perf_counter()
         matches = matcher.match(text, draft.features, CANDIDATES)

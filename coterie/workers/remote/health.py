@@ -16,7 +16,6 @@ class RemoteHealth:
         # None = not known yet
         self.is_up: bool | None = None
         self.reason = ""
-        # of a server that was up; one that is still loading at the start has not died
         self.num_returns = 0
         self.num_deaths = 0
         self._backoff_s = FIRST_BACKOFF_S
@@ -25,23 +24,23 @@ class RemoteHealth:
     def succeeded(self) -> bool:
         """A probe or an answer came. Returns whether the server is back."""
         is_back = self.is_up is False
-        self.num_returns += is_back and self.num_returns < self.num_deaths
+        self.num_returns += is_back
         self.is_up, self.reason = True, ""
         self._backoff_s = FIRST_BACKOFF_S
         self._probe_at = self._clock() + IDLE_PROBE_S
         return is_back
 
     def failed(self, reason: str) -> bool:
-        """A probe failed, or nobody listens. Returns whether that is new."""
-        is_new = self.is_up is not False
-        self.num_deaths += self.is_up is True
-        if is_new:
+        """A probe failed, or nobody listens. Returns whether the server was up until now."""
+        was_up = self.is_up is not False
+        if was_up:
+            self.num_deaths += 1
             self._backoff_s = FIRST_BACKOFF_S
         else:
             self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
         self.is_up, self.reason = False, reason
         self._probe_at = self._clock() + self._backoff_s
-        return is_new
+        return was_up
 
     def suspect(self) -> None:
         """A request met a fault that may be its own: the next probe is due now."""

@@ -387,9 +387,9 @@ class RemoteReplica:
             self._noticed(self._health.succeeded())
 
     def _went_down(self, reason: str) -> None:
-        is_new = self._health.failed(reason)
+        was_up = self._health.failed(reason)
         self._woken.set()
-        if is_new:
+        if was_up:
             log("remote_down", level="warning", replica=self.name, reason=reason)
 
     def _noticed(self, is_back: bool) -> None:
