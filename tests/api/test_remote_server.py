@@ -124,6 +124,8 @@ def test_another_coterie_its_death_and_return() -> None:
         far = coterie(path)
         port = far.url.rpartition(":")[2]
         try:
+            # a server that is still loading counts as one that was lost
+            far.wait_ready()
             with gateway(far.url, tiny_checkpoint("llama").name.lower(), 1024, "FAR_KEY") as near:
                 ready(near, "far", True)
                 answers(near)
