@@ -139,22 +139,21 @@ def test_a_full_queue_and_other_tenants(strict_server: Served) -> None:
     assert unknown.status == 401 and "x-coterie-receipt" not in unknown.headers
 
 
-def explained(receipt: dict[str, Any]) -> bool:
-    """The receipt says who served the request, why, and what slowed it. Returns whether its stages
-    account for its time."""
+def explained(receipt: dict[str, Any]) -> None:
+    """The receipt says who served the request, why, and what slowed it."""
     plan, timings = receipt["plan"], receipt["timings"]
     assert plan["reasons"] and plan["config_digest"] and receipt["outcome"] != "open"
     if receipt["admission"] == "refused":
         # nobody served it, and the last reason says why
         assert plan["reasons"][-1].startswith(receipt["outcome"] + ": ")
-        return True
+        return
     assert plan["specialist"] == "tiny" and plan["replica"]
     parts = ("queue_ms", "prefill_ms", "decode_ms", "validate_ms")
     known = sum(timings[name] for name in parts)
+    # what no stage accounts for is the way of the last events to the gateway
+    assert timings["total_ms"] - known <= max(0.1 * timings["total_ms"], 30.0), receipt
     name, _, figure = receipt["slowest"].partition(": ")
     assert name and float(figure.split()[0]) >= 0.2 * timings["total_ms"], receipt
-    # what no stage accounts for is the way of the last events to the gateway
-    return timings["total_ms"] - known <= max(0.1 * timings["total_ms"], 30.0)
 
 
 @pytest.mark.full
@@ -176,8 +175,8 @@ def test_under_load_each_of_a_hundred_receipts_explains_its_request(server: Serv
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         replies = list(pool.map(ask, range(300)))
     sampled = random.Random(7).sample(replies, 100)
-    # a gateway that has lost its core takes the last events late
-    assert sum(explained(found(server, reply)) for reply in sampled) >= 95
+    for reply in sampled:
+        explained(found(server, reply))
     assert {reply.status for reply in sampled} == {200, 400, 404}
 
 

@@ -49,6 +49,14 @@ def cached_bytes(path: Path) -> int:
     return sum(byte & 1 for byte in seen.raw) * mmap.PAGESIZE
 
 
+def read_ahead_bytes(path: Path) -> int:
+    """What the kernel reads around a page of this file that is touched; 0 if it does not say."""
+    device = path.stat().st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    setting = Path("/sys/class/bdi") / name / "read_ahead_kb"
+    return 1024 * int(setting.read_text()) if setting.exists() else 0
+
+
 def measure(strategy: str) -> dict[str, Any]:
     path = checkpoint_of(
         "qwen3_moe", num_experts=EXPERTS, moe_intermediate_size=INNER, num_hidden_layers=2
@@ -83,6 +91,7 @@ def measure(strategy: str) -> dict[str, Any]:
             "budget_bytes": tiers["device"]["budget_bytes"] + tiers["host"]["budget_bytes"],
             "grown_bytes": peak - before,
             "cached_bytes": cached_bytes(file) - cached,
+            "read_ahead_bytes": read_ahead_bytes(file),
             "file_bytes": file.stat().st_size,
             "read_bytes": report["total"]["read_bytes"] - counted,
             "kernel_read_bytes": disk_bytes() - read,
