@@ -1,10 +1,12 @@
-"""Fixtures every package's tests share: a private COTERIE_HOME and the default model's file."""
+"""Fixtures every package's tests share: a COTERIE_HOME of the process, the default model's file."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -21,9 +23,24 @@ ROOT = Path(__file__).resolve().parent.parent
 # suites of others, with conftests of their own
 collect_ignore = ["foreign", "clients"]
 
-# Compiled kernels and the default model are kept between runs, so that `make test` pays for them
-# once; a test that writes state uses its own home.
-os.environ.setdefault("COTERIE_HOME", str(ROOT / ".cache" / "home"))
+# What is downloaded, compiled or measured is kept between runs: `make test` pays for it once.
+KEPT = ROOT / ".cache" / "home"
+KEPT_FOLDERS = ("kernels", "models", "routing", "state/machine")
+
+
+def _own_home() -> str:
+    """A home of this process: what an operator says of a specialist outlives its server, and the
+    tests of other processes have specialists of the same name."""
+    home = Path(tempfile.mkdtemp(prefix="coterie-home-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    for name in KEPT_FOLDERS:
+        (KEPT / name).mkdir(parents=True, exist_ok=True)
+        (home / name).parent.mkdir(exist_ok=True)
+        (home / name).symlink_to(KEPT / name)
+    return str(home)
+
+
+os.environ["COTERIE_HOME"] = _own_home()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
