@@ -11,6 +11,8 @@ const STAGES = [
   ["adapters", "--s4", (t) => t.adapters_ms],
   ["prompt", "--s5", (t) => t.prefill_ms],
   ["answer", "--s6", (t) => t.decode_ms],
+  // receipts of earlier versions do not have it
+  ["delivery", "--s8", (t) => t.deliver_ms ?? 0],
   ["validation", "--s7", (t) => t.validate_ms],
 ];
 

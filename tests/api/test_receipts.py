@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import random
 import signal
+import statistics
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ MESSAGES = [{"role": "user", "content": "hello there"}]
 ANTHROPIC = {"model": "tiny", "max_tokens": 8, "messages": MESSAGES}
 INFER = {"prompt": "hello there", "max_tokens": 8, "model": "tiny"}
 SHORT = {"x-coterie-receipt", "x-coterie-admission", "x-coterie-breaker", "x-coterie-shadow"}
+# one after another they make the whole time
+STAGES = ("queue_ms", "prefill_ms", "decode_ms", "deliver_ms", "validate_ms")
 CASES = [
     ("/v1/chat/completions", chat(), "coterie"),
     ("/v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 8}, "coterie"),
@@ -49,8 +52,8 @@ def test_answers(server: Served, path: str, body: dict[str, Any], field: str) ->
     assert (receipt["admission"], plan["breaker"], plan["shadow"]) == ("admitted", "closed", "")
     assert receipt["outcome"] in ("stop", "length") and receipt["completion_tokens"] > 0
     # what took the time
-    spent = timings["queue_ms"] + timings["prefill_ms"] + timings["decode_ms"]
-    assert 0 < spent <= timings["total_ms"] + 0.01
+    assert min(timings["queue_ms"], timings["prefill_ms"], timings["deliver_ms"]) > 0
+    assert sum(timings[name] for name in STAGES) == pytest.approx(timings["total_ms"], abs=0.01)
     assert receipt["slowest"].endswith(" ms")
     assert reply.headers["x-coterie-replica"] == plan["replica"]
     assert reply.headers["x-coterie-reasons"] == "named by the caller"
@@ -148,10 +151,7 @@ def explained(receipt: dict[str, Any]) -> None:
         assert plan["reasons"][-1].startswith(receipt["outcome"] + ": ")
         return
     assert plan["specialist"] == "tiny" and plan["replica"]
-    parts = ("queue_ms", "prefill_ms", "decode_ms", "validate_ms")
-    known = sum(timings[name] for name in parts)
-    # what no stage accounts for is the way of the last events to the gateway
-    assert timings["total_ms"] - known <= max(0.1 * timings["total_ms"], 30.0), receipt
+    assert sum(timings[name] for name in STAGES) == pytest.approx(timings["total_ms"], abs=0.01)
     name, _, figure = receipt["slowest"].partition(": ")
     assert name and float(figure.split()[0]) >= 0.2 * timings["total_ms"], receipt
 
@@ -175,8 +175,12 @@ def test_under_load_each_of_a_hundred_receipts_explains_its_request(server: Serv
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         replies = list(pool.map(ask, range(300)))
     sampled = random.Random(7).sample(replies, 100)
-    for reply in sampled:
-        explained(found(server, reply))
+    receipts = [found(server, reply) for reply in sampled]
+    for receipt in receipts:
+        explained(receipt)
+    # 1.4 ms where nothing else runs, 33 beside six busy loops on two cores
+    answered = [one["timings"] for one in receipts if one["admission"] != "refused"]
+    assert statistics.median(one["deliver_ms"] for one in answered) < 100.0
     assert {reply.status for reply in sampled} == {200, 400, 404}
 
 

@@ -12,6 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def numbered(source: str) -> Iterator[int]:
     """Lines with a placeholder such as ?1 in a text."""
+    if not re.search(r"\?\d", source):
+        return
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
             continue

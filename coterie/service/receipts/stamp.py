@@ -209,15 +209,19 @@ class OpenReceipt:
         """Complete it; returns `end` with its receipt."""
         metrics, validation = end.metrics, end.validation
         assert metrics is not None
+        prefill_ms, decode_ms = _ms(end.timings.prefill_s), _ms(end.timings.decode_s)
+        validate_ms = 0.0 if validation is None else round(validation.duration_ms, 3)
+        worker_ms = metrics.queue_ms + prefill_ms + decode_ms
         timings = ReceiptTimings(
             route_ms=metrics.router_latency_ms,
             grammar_ms=_ms(run.grammar_s),
             queue_ms=metrics.queue_ms,
             adapters_ms=metrics.expert_load_latency_ms,
-            prefill_ms=_ms(end.timings.prefill_s),
+            prefill_ms=prefill_ms,
             first_token_ms=metrics.first_token_ms,
-            decode_ms=_ms(end.timings.decode_s),
-            validate_ms=0.0 if validation is None else round(validation.duration_ms, 3),
+            decode_ms=decode_ms,
+            deliver_ms=round(max(metrics.total_latency_ms - worker_ms - validate_ms, 0.0), 3),
+            validate_ms=validate_ms,
             total_ms=metrics.total_latency_ms,
             preemptions=end.timings.num_preemptions,
             moe_stall_ms=0.0 if end.moe is None else _ms(end.moe.stall_s),
@@ -344,6 +348,7 @@ def slowest(timings: ReceiptTimings) -> str:
         "writing the answer": timings.decode_ms - stalled - timings.outage_ms,
         "waiting for a worker that was started again": timings.outage_ms,
         "waiting for MoE experts": stalled,
+        "bringing the answer to the gateway": timings.deliver_ms,
         "validating the answer": timings.validate_ms,
     }
     name = max(parts, key=parts.__getitem__)
