@@ -111,16 +111,16 @@ def routed(router: Router, items: Sequence[Item]) -> list[Decided]:
     return made
 
 
-def router_of(profiles: Sequence[AdapterProfile]) -> tuple[Router, Matcher]:
-    matcher = Matcher.build(profiles, EMBEDDERS[DEFAULT]())
-    return Router([Specialist("base")], Fleet(profiles, matcher)), matcher
+def router_of(profiles: Sequence[AdapterProfile], matcher: Matcher) -> Router:
+    return Router([Specialist("base")], Fleet(profiles, matcher))
 
 
 def latency(size: int, items: Sequence[Item]) -> dict[str, Any]:
     known = shipped()
     profiles = [*known, *made_up(max(0, size - len(known)))]
     started_at = time.perf_counter()
-    router, matcher = router_of(profiles)
+    matcher = Matcher.build(profiles, EMBEDDERS[DEFAULT]())
+    router = router_of(profiles, matcher)
     built_s = time.perf_counter() - started_at
     requests = [request(item) for item in items]
     embedder = EMBEDDERS[DEFAULT]()
@@ -189,7 +189,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="for benchmarks/results")
     args = parser.parse_args()
     items = routing_set.read(routing_set.FOLDER / "dev.jsonl")
-    router, matcher = router_of(shipped())
+    matcher = Matcher.build(shipped(), EMBEDDERS[DEFAULT]())
+    router = router_of(shipped(), matcher)
     entries = scored(matcher, items)
     near = scored(matcher, routing_set.read(routing_set.FOLDER / "near_miss_dev.jsonl"))
     if args.calibrate:

@@ -407,7 +407,11 @@ def untimed(events: Iterable[Event]) -> list[Event]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(25))
+# ten every time, the others with all tests
+SEEDS = [*range(10), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(10, 25))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_decode_steps_are_planned_as_any_others(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines step by step, one without the short way: same events, blocks and tables."""
     monkeypatch.setattr(scheduler_module, "MIN_ARRAY_ROWS", 1)

@@ -1,5 +1,6 @@
 """The routing set is what its README says, and the shipped experts are found: on its dev part, for
-their tasks, and for no near miss. Learning them takes long: these tests share one matcher."""
+their tasks, and for no near miss. Learning them takes long: as a server does,
+these tests keep what was learnt, by a digest of the texts and of the code that learns."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from benchmarks.routing import questions as routing_set
 from benchmarks.routing.accuracy import cross_validated, routed, router_of, scored
 from benchmarks.routing.catalogs import shipped
 from benchmarks.routing.questions import Item
-from coterie.routing.match.embed import DEFAULT, EMBEDDERS
+from coterie.routing.match.learn import cached_matcher
 from coterie.routing.match.matcher import Matcher
 from coterie.routing.match.probes import ordinary_prompts
-from coterie.routing.router import Router
+from coterie.weights.home import home
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +30,8 @@ def near() -> list[Item]:
 
 
 @pytest.fixture(scope="module")
-def learnt() -> tuple[Router, Matcher]:
-    return router_of(shipped())
-
-
-@pytest.fixture(scope="module")
-def matcher(learnt: tuple[Router, Matcher]) -> Matcher:
-    return learnt[1]
+def matcher() -> Matcher:
+    return cached_matcher(shipped(), home() / "routing")
 
 
 def test_there_is_enough_of_everything(dev: list[Item]) -> None:
@@ -74,10 +70,8 @@ def test_near_misses_are_many_and_of_every_expert(near: list[Item], dev: list[It
     assert not learnt & {item.prompt for item in near}
 
 
-def test_the_dev_part_is_routed_well(
-    dev: list[Item], near: list[Item], learnt: tuple[Router, Matcher]
-) -> None:
-    router, matcher = learnt
+def test_the_dev_part_is_routed_well(dev: list[Item], near: list[Item], matcher: Matcher) -> None:
+    router = router_of(shipped(), matcher)
     plain, missed = cross_validated(scored(matcher, dev), scored(matcher, near))
     found = routing_set.quality_of(plain)
     assert found["related"]["share"] >= 0.96
@@ -132,7 +126,7 @@ def test_a_near_miss_is_for_nobody(matcher: Matcher, text: str) -> None:
 
 
 def test_the_same_text_gives_the_same_matches(matcher: Matcher) -> None:
-    again = Matcher.build(shipped(), EMBEDDERS[DEFAULT]())
+    again = cached_matcher(shipped(), home() / "routing")
     text = "Make a slug of this title: Rain"
     assert matcher.match(text) == matcher.match(text) == again.match(text)
 
