@@ -394,8 +394,15 @@ def test_readers_that_lag_hold_no_place_in_the_queue() -> None:
             while replica.in_flight():
                 await asyncio.sleep(0.005)
             assert len(tokens(await collect(pipeline, request()))) == 12
+            await asyncio.sleep(0.3)
             for stream in slow:
-                assert len(tokens([event async for event in stream])) == 12
+                events = [event async for event in stream]
+                assert len(tokens(events)) == 12
+                end = events[-1]
+                # what took the time is told
+                assert isinstance(end, Finished) and end.receipt is not None
+                assert end.receipt.timings.deliver_ms >= 300
+                assert end.receipt.slowest.startswith("delivering the answer")
             replicas = pipeline._fleet.find(None).replicas
             assert (replicas.queued(), replicas.running()) == (0, 0)
 

@@ -217,6 +217,6 @@ def test_the_slowest_part_is_named() -> None:
     crashed = ReceiptTimings(queue_ms=8, decode_ms=90, total_ms=100, outage_ms=60)
     assert slowest(crashed) == "waiting for a worker that was started again: 60.0 of 100.0 ms"
     held_up = ReceiptTimings(queue_ms=8, decode_ms=30, deliver_ms=62, total_ms=100)
-    assert slowest(held_up) == "bringing the answer to the gateway: 62.0 of 100.0 ms"
+    assert slowest(held_up) == "delivering the answer: 62.0 of 100.0 ms"
     twice = ReceiptTimings(queue_ms=8, decode_ms=90, total_ms=100, preemptions=2)
     assert slowest(twice) == "writing the answer: 90.0 of 100.0 ms, preempted 2 times"

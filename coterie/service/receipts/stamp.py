@@ -348,7 +348,7 @@ def slowest(timings: ReceiptTimings) -> str:
         "writing the answer": timings.decode_ms - stalled - timings.outage_ms,
         "waiting for a worker that was started again": timings.outage_ms,
         "waiting for MoE experts": stalled,
-        "bringing the answer to the gateway": timings.deliver_ms,
+        "delivering the answer": timings.deliver_ms,
         "validating the answer": timings.validate_ms,
     }
     name = max(parts, key=parts.__getitem__)
