@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -139,3 +140,16 @@ def test_when_steps_are_captured(tmp_path: Path) -> None:
         LLM(given, device="banana")
     with pytest.raises(ConfigError, match="capture_graphs"):
         LLM(str(tmp_path), capture_graphs="never")
+
+
+def test_a_model_that_is_dropped_leaves_no_threads() -> None:
+    before = set(threading.enumerate())
+    dropped: LLM | None = LLM(str(tiny_checkpoint("qwen3_moe")), threads=1, kv_bytes=2**22)
+    assert dropped is not None and dropped.generate("a", max_tokens=2)
+    started = set(threading.enumerate()) - before
+    assert {thread.name for thread in started} >= {"engine", "experts"}
+    dropped = None
+    gc.collect()
+    for thread in started:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in started)

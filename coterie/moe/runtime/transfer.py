@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -55,6 +56,8 @@ class TierTransfer:
         if device.device.type == "cuda" and device.num_slots:
             self._copies = CudaCopies(device.device, depth, store.slot_bytes)
         self._workers = LoadWorkers(depth)
+        # a model that is dropped without `close` leaves no threads
+        weakref.finalize(self, self._workers.stop).atexit = False
         # called with every load that ended, and the tally of the layer that waited for it (None
         # between layers)
         self.retired: Callable[[ExpertLoad, LayerTally | None], None] = lambda load, tally: None
@@ -376,12 +379,15 @@ class LoadWorkers:
             self._other.remove(task)
             return True
 
-    def close(self) -> None:
-        """Finish running and urgent tasks; drop the others."""
+    def stop(self) -> None:
+        """The threads end after running and urgent tasks; the others are dropped. Does not wait."""
         with self._changed:
             self._closed = True
             self._other.clear()
             self._changed.notify_all()
+
+    def close(self) -> None:
+        self.stop()
         for thread in self._threads:
             thread.join()
 
