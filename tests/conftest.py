@@ -18,29 +18,21 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.serving.server_process import own_home
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # suites of others, with conftests of their own
 collect_ignore = ["foreign", "clients"]
 
-# What is downloaded, compiled or measured is kept between runs: `make test` pays for it once.
-KEPT = ROOT / ".cache" / "home"
-KEPT_FOLDERS = ("kernels", "models", "routing", "state/machine")
-
-
-def _own_home() -> str:
-    """A home of this process: what an operator says of a specialist outlives its server, and the
-    tests of other processes have specialists of the same name."""
-    home = Path(tempfile.mkdtemp(prefix="coterie-home-"))
-    atexit.register(shutil.rmtree, home, ignore_errors=True)
-    for name in KEPT_FOLDERS:
-        (KEPT / name).mkdir(parents=True, exist_ok=True)
-        (home / name).parent.mkdir(exist_ok=True)
-        (home / name).symlink_to(KEPT / name)
-    return str(home)
-
-
-os.environ["COTERIE_HOME"] = _own_home()
+# What is downloaded, compiled or measured is kept between runs: `make test` pays for it once. The
+# rest is of this process: what an operator says of a specialist outlives its server, and tests of
+# other processes have specialists of the same name.
+KEPT = ("kernels", "models", "routing", "state/machine")
+os.environ["COTERIE_HOME"] = str(ROOT / ".cache" / "home")
+HOME = Path(tempfile.mkdtemp(prefix="coterie-home-"))
+atexit.register(shutil.rmtree, HOME, ignore_errors=True)
+os.environ["COTERIE_HOME"] = str(own_home(HOME, shared=KEPT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -135,6 +135,7 @@ def own_home(path: Path, *, shared: tuple[str, ...] = ("kernels", "routing")) ->
     for name in shared:
         common = home() / name
         common.mkdir(parents=True, exist_ok=True)
+        (path / name).parent.mkdir(exist_ok=True)
         (path / name).symlink_to(common)
     return path
 
