@@ -561,14 +561,16 @@ def test_probes_back_off() -> None:
         assert not health.failed("gone")
     assert waits[:3] == [FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S, 4 * FIRST_BACKOFF_S]
     assert health.probe_in_s == MAX_BACKOFF_S
-    assert health.succeeded() and not health.succeeded() and health.num_returns == 1
+    assert health.succeeded() and not health.succeeded()
+    assert (health.num_deaths, health.num_returns) == (1, 1)
     health.suspect()
     assert health.probe_in_s == 0
     health.failed("again")
-    assert health.probe_in_s == FIRST_BACKOFF_S
+    assert health.probe_in_s == FIRST_BACKOFF_S and health.num_deaths == 2
     # while it is out, requests do not hurry the probes
     health.suspect()
     assert health.probe_in_s == FIRST_BACKOFF_S
+    assert health.succeeded() and (health.num_deaths, health.num_returns) == (2, 2)
 
 
 # bodies
