@@ -33,8 +33,8 @@ class ReceiptTimings:
     prefill_ms: float = 0.0
     first_token_ms: float = 0.0
     decode_ms: float = 0.0
-    # from the last token until the gateway is at the end of the answer: it waits for a core, or
-    # for a caller that reads slowly
+    # from the end of the engine's work until the gateway is at the end of the answer: it waits for
+    # a core, or for a caller that reads slowly
     deliver_ms: float = 0.0
     validate_ms: float = 0.0
     total_ms: float = 0.0

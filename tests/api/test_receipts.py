@@ -20,7 +20,7 @@ MESSAGES = [{"role": "user", "content": "hello there"}]
 ANTHROPIC = {"model": "tiny", "max_tokens": 8, "messages": MESSAGES}
 INFER = {"prompt": "hello there", "max_tokens": 8, "model": "tiny"}
 SHORT = {"x-coterie-receipt", "x-coterie-admission", "x-coterie-breaker", "x-coterie-shadow"}
-# one after another they make the whole time
+# one after another
 STAGES = ("queue_ms", "prefill_ms", "decode_ms", "deliver_ms", "validate_ms")
 CASES = [
     ("/v1/chat/completions", chat(), "coterie"),
@@ -28,6 +28,13 @@ CASES = [
     ("/v1/messages", ANTHROPIC, "coterie"),
     ("/v1/infer", INFER, "telemetry"),
 ]
+
+
+def untold_ms(timings: dict[str, float]) -> float:
+    """What no stage accounts for: the engine's work behind the last token."""
+    known = sum(timings[name] for name in STAGES)
+    assert 0 < known <= timings["total_ms"] + 0.01
+    return timings["total_ms"] - known
 
 
 def found(server: Served, reply: Reply, **headers: str) -> dict[str, Any]:
@@ -53,7 +60,7 @@ def test_answers(server: Served, path: str, body: dict[str, Any], field: str) ->
     assert receipt["outcome"] in ("stop", "length") and receipt["completion_tokens"] > 0
     # what took the time
     assert min(timings["queue_ms"], timings["prefill_ms"], timings["deliver_ms"]) > 0
-    assert sum(timings[name] for name in STAGES) == pytest.approx(timings["total_ms"], abs=0.01)
+    assert untold_ms(timings) <= max(0.1 * timings["total_ms"], 30.0), receipt
     assert receipt["slowest"].endswith(" ms")
     assert reply.headers["x-coterie-replica"] == plan["replica"]
     assert reply.headers["x-coterie-reasons"] == "named by the caller"
@@ -151,7 +158,7 @@ def explained(receipt: dict[str, Any]) -> None:
         assert plan["reasons"][-1].startswith(receipt["outcome"] + ": ")
         return
     assert plan["specialist"] == "tiny" and plan["replica"]
-    assert sum(timings[name] for name in STAGES) == pytest.approx(timings["total_ms"], abs=0.01)
+    assert untold_ms(timings) <= max(0.1 * timings["total_ms"], 30.0), receipt
     name, _, figure = receipt["slowest"].partition(": ")
     assert name and float(figure.split()[0]) >= 0.2 * timings["total_ms"], receipt
 

@@ -209,18 +209,19 @@ class OpenReceipt:
         """Complete it; returns `end` with its receipt."""
         metrics, validation = end.metrics, end.validation
         assert metrics is not None
-        prefill_ms, decode_ms = _ms(end.timings.prefill_s), _ms(end.timings.decode_s)
         validate_ms = 0.0 if validation is None else round(validation.duration_ms, 3)
-        worker_ms = metrics.queue_ms + prefill_ms + decode_ms
+        # a job waits before its engine's clock begins
+        engine_ms = metrics.queue_ms + _ms(end.timings.total_s - end.timings.queue_s)
+        deliver_ms = max(metrics.total_latency_ms - engine_ms - validate_ms, 0.0)
         timings = ReceiptTimings(
             route_ms=metrics.router_latency_ms,
             grammar_ms=_ms(run.grammar_s),
             queue_ms=metrics.queue_ms,
             adapters_ms=metrics.expert_load_latency_ms,
-            prefill_ms=prefill_ms,
+            prefill_ms=_ms(end.timings.prefill_s),
             first_token_ms=metrics.first_token_ms,
-            decode_ms=decode_ms,
-            deliver_ms=round(max(metrics.total_latency_ms - worker_ms - validate_ms, 0.0), 3),
+            decode_ms=_ms(end.timings.decode_s),
+            deliver_ms=round(deliver_ms, 3),
             validate_ms=validate_ms,
             total_ms=metrics.total_latency_ms,
             preemptions=end.timings.num_preemptions,
