@@ -73,6 +73,57 @@ def test_an_exchange_is_what_one_after_another_would_be(seed: int) -> None:
     assert (coming.tolist(), going.tolist()) == want
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_together_count_as_one_after_another(seed: int) -> None:
+    """Scores, hits of the simulated caches and layers that miss nothing."""
+    draw, slots = np.random.default_rng(seed), SlotMap(SHARE)
+    heat = Heatmap(GEOMETRY, draw.integers(0, 9, (8, 64)).astype(np.float64))
+    for key in heat.hottest(SHARE):
+        slots.place(key)
+    placement = InPlacePlacement(context_of(slots, heat))
+    steps = draw.random((int(draw.integers(1, 17)), 8, 64)) < 0.05
+    shadows = draw.random((7, len(placement._watched), 64)) < 0.6
+    # some layers miss nothing
+    shadows[draw.random(shadows.shape[:2]) < 0.3] = True
+    placement._shadows, placement._net[:] = shadows, draw.random(7)
+    scores, net = placement._scores.copy(), placement._net.copy()
+    for used in steps:
+        asked = used[placement._watched]
+        for policy in range(7):
+            scores[policy] = scores[policy] * placement._decay[policy]
+            if placement._counts[policy]:
+                scores[policy] += used
+            whole = sum(not (a & ~s).any() for a, s in zip(asked, shadows[policy], strict=True))
+            hits = int((asked & shadows[policy]).sum())
+            net[policy] = net[policy] * 0.5 ** (1 / 64) + hits + placement._layer_hits * whole
+    placement._score(steps)
+    placement._count(steps)
+    assert np.allclose(placement._scores, scores, atol=1e-5)
+    assert np.allclose(placement._net, net) and placement._steps == len(steps)
+
+
+def test_decides_less_often_while_nothing_is_worth_a_move() -> None:
+    decided: dict[bool, list[int]] = {True: [], False: []}
+    for known, at in decided.items():
+        slots = SlotMap(SHARE)
+        heat = Heatmap(GEOMETRY, np.ones((8, 64))) if known else None
+        placement = InPlacePlacement(context_of(slots, heat))
+        for key in placement.whole_layers(SHARE):
+            slots.place(key)
+        rows = np.zeros((8, 64), dtype=np.int64)
+        # of the two layers that are whole
+        rows[[0, 4], 0] = 1
+        for number in range(1, 300):
+            before = placement._steps
+            placement.step(rows, "decode")
+            if placement._steps > before:
+                at.append(number)
+    assert decided[True][:3] == [4, 12, 28]
+    # first it has to find what is used
+    assert decided[False][:48] == list(range(4, 193, 4)) and decided[False][-1] >= 284
+    assert set(np.diff(decided[False][-3:]).tolist()) == {16}
+
+
 def played(skew: float, steps: int, change: int = 0) -> tuple[float, float, float]:
     """Over the second half of the steps: the share of hits, that of the best fixed choice, and
     uploads for each demand."""

@@ -37,8 +37,12 @@ _KEEP = 0.5 ** (1.0 / 64.0)
 _AHEAD, _AHEAD_HITS = 0.01, 1.0
 # steps that do not count, because a policy first pays for what it wants; and those without election
 _UNCOUNTED, _UNELECTED = 16, 32
-# decoding steps that are decided about at once, and uploads behind them
-_AT_ONCE, _MOST = 4, 96
+# decoding steps that are decided about at once, and uploads behind them; twice as many steps next
+# time if there were fewer uploads for each, half as many if there were more
+_AT_ONCE, _MOST_AT_ONCE, _MOST = 4, 16, 96
+_FEW, _MANY = 0.25, 1.0
+# steps from which on that is done where nothing was known at start
+_LEARNT = 192
 # hits for which an upload counts: on an H200 a copy takes 54 us, a miss by link and CPU 18
 _UPLOAD_HITS = 3.0
 # bytes of missing experts that take as long as the rest of a layer that misses some (20 us there)
@@ -75,7 +79,10 @@ class InPlacePlacement:
         self._steps = 0
         # what decoding steps used that are not counted yet
         self._uncounted: list[Mask] = []
-        self._leader = _WHOLE_LAYERS if context.known is None else _FREQUENCY
+        self._at_once = _AT_ONCE
+        self._leader, self._learnt = _FREQUENCY, 0
+        if context.known is None:
+            self._leader, self._learnt = _WHOLE_LAYERS, _LEARNT
         self._layer_hits = _LAYER_BYTES / context.in_place_bytes
         self._here, self._movable = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
         self._known_changes = -1
@@ -88,30 +95,52 @@ class InPlacePlacement:
         used = rows > 0
         if phase == "decode":
             self._uncounted.append(used)
-            if len(self._uncounted) < _AT_ONCE:
+            if len(self._uncounted) < self._at_once:
                 return []
         self._refresh()
         if self._shadows is None:
             self._shadows = np.repeat(self._here[self._watched][None], len(_MARGIN), axis=0)
         steps, self._uncounted = self._uncounted, []
-        for each in steps:
-            self._scores = self._scores * self._decay[:, None, None] + self._counts * each
-            self._count(each)
+        if steps:
+            self._score(np.array(steps))
         if phase != "decode":
             self._record(rows)
-            self._count(used)
             steps.append(used)
+        self._count(np.array(steps))
         self._elect(np.any(steps, axis=0))
-        return self._move(_MOST if phase == "decode" else rows.size)
+        if phase != "decode":
+            return self._move(rows.size)
+        loads = self._move(_MOST)
+        if len(loads) < _FEW * len(steps) and self._steps >= self._learnt:
+            self._at_once = min(2 * self._at_once, _MOST_AT_ONCE)
+        elif len(loads) > _MANY * len(steps):
+            self._at_once = max(self._at_once // 2, _AT_ONCE)
+        return loads
 
-    def _count(self, used: Mask) -> None:
+    def _score(self, steps: Mask) -> None:
+        """Uses of decoding steps [steps, layers, experts]: each counts what is left of it behind
+        the last one."""
+        left = self._decay[:, None] ** np.arange(len(steps) - 1, -1, -1)
+        step, used = np.nonzero(steps.reshape(len(steps), -1))
+        self._scores *= (self._decay ** len(steps))[:, None, None]
+        for policy in np.flatnonzero(self._counts):
+            # a product of matrices would wake the threads of BLAS, which take the CPU from others
+            added = np.bincount(used, left[policy][step], self._present.size)
+            self._scores[policy] += added.reshape(self._present.shape)
+
+    def _count(self, steps: Mask) -> None:
         """Hits of the simulated caches, and their layers that miss nothing."""
         assert self._shadows is not None
-        asked = used[self._watched]
-        self._net *= _KEEP
-        self._net += (self._shadows & asked).sum(axis=(1, 2))
-        self._net += self._layer_hits * (~(asked & ~self._shadows).any(axis=2)).sum(axis=1)
-        self._steps += 1
+        # [watched layers, experts, steps], and with policies instead of steps
+        asked = steps[:, self._watched].transpose(1, 2, 0).astype(np.float32)
+        held = self._shadows.transpose(1, 2, 0).astype(np.float32)
+        # [watched layers, policies, steps]
+        hits = held.transpose(0, 2, 1) @ asked
+        whole = (hits == asked.sum(axis=1)[:, None]).sum(axis=0)
+        left = _KEEP ** np.arange(len(steps) - 1, -1, -1)
+        self._net *= _KEEP ** len(steps)
+        self._net += (hits.sum(axis=0) + self._layer_hits * whole) @ left
+        self._steps += len(steps)
 
     def whole_layers(self, count: int) -> list[Key]:
         """So many experts, layer after layer."""
@@ -140,12 +169,15 @@ class InPlacePlacement:
         """Exchange in the simulated caches what these experts replace, then see who leads."""
         assert self._shadows is not None
         asked = used[self._watched].reshape(-1)
-        for policy, margin in enumerate(_MARGIN):
-            if margin == np.inf:
-                continue
-            members = self._shadows[policy].reshape(-1)
-            values = self._scores[policy][self._watched].reshape(-1)
-            free = self._shadow_slots - int(members.sum())
+        shadows = self._shadows.reshape(len(_MARGIN), -1)
+        scores = self._scores[:, self._watched].reshape(shadows.shape)
+        # few have something to exchange
+        room = self._shadow_slots - shadows.sum(axis=1)
+        lowest = np.where(shadows, scores, np.inf).min(axis=1)
+        coming = asked & ~shadows & (scores > (lowest + _MARGIN)[:, None])
+        for policy in np.flatnonzero((coming.any(axis=1) | (room > 0)) & np.isfinite(_MARGIN)):
+            members, values, free = shadows[policy], scores[policy], int(room[policy])
+            margin = float(_MARGIN[policy])
             more = exchange(values, members, asked & ~members, members, margin, free, asked.size)
             members[more[0]] = True
             members[more[1]] = False
