@@ -86,25 +86,32 @@ template <> struct Rows<KIND_INT8> {  // both planes, and the scale of every lan
 };
 
 // Bytes 4 * i + m of a group have column 8 * m + i in their low nibbles and 8 * m + 4 + i in the high
-// ones. x: for each plane the columns of low and of high nibbles; then the scale of every lane's group,
-// and its sum in the first lane of the group.
+// ones. A step is two vectors. x: for each of them and each plane the columns of low and of high
+// nibbles; then, as the weights have scale and minimum of their groups in turn, the scale of each group
+// of x and zero, and zero and the sum of each.
 template <> struct Rows<KIND_INT4> {
-    static constexpr int COLUMNS = 2 * VB, BYTES = VB, SCALES = VL, X_BYTES = 6 * VB;
+    static constexpr int COLUMNS = 4 * VB, BYTES = 2 * VB, SCALES = 2 * VL, X_BYTES = 10 * VB;
     struct Weights {
-        vb low, high;
-        vf scale, minimum;
+        vb low[2], high[2];
+        vf pairs;
         CT_INLINE Weights load(const uint8_t* w, const uint8_t* s) {
             Weights own;
-            own.low = vbload_low(w), own.high = vbload_high(w);
-            vgroup_pairs(reinterpret_cast<const uint16_t*>(s), own.scale, own.minimum);
+            own.low[0] = vbload_low(w), own.high[0] = vbload_high(w);
+            own.low[1] = vbload_low(w + VB), own.high[1] = vbload_high(w + VB);
+            own.pairs = vload_half(reinterpret_cast<const uint16_t*>(s));
             return own;
         }
+        template <int HALF> CT_INLINE vf total(const Weights& w, const uint8_t* x) {
+            const vb low = w.low[HALF], high = w.high[HALF];
+            const vi upper = vdot_nibbles(vdot_nibbles(vizero(), low, vbytes(x)), high, vbytes(x + VB));
+            const vi both = vdot_nibbles(vdot_nibbles(vtimes128(upper), low, vbytes(x + 2 * VB)), high, vbytes(x + 3 * VB));
+            return vint_to_float(both, 0);
+        }
         CT_INLINE vf times(const Weights& w, vf sum, const uint8_t* x) {
-            const vi upper = vdot_nibbles(vdot_nibbles(vizero(), w.low, vbytes(x)), w.high, vbytes(x + VB));
-            const vi lower = vdot_nibbles(vdot_nibbles(vizero(), w.low, vbytes(x + 2 * VB)), w.high, vbytes(x + 3 * VB));
-            const vf total = vint_to_float(vadd_int(vtimes128(upper), lower), 0);
-            sum = vfma(sum, vmul(total, vload(reinterpret_cast<const float*>(x + 4 * VB))), w.scale);
-            return vfma(sum, w.minimum, vload(reinterpret_cast<const float*>(x + 5 * VB)));
+            const vf scales = vmul(w.pairs, vload(reinterpret_cast<const float*>(x + 8 * VB)));
+            sum = vfma(sum, total<0>(w, x), vspread_pairs<0>(scales));
+            sum = vfma(sum, total<1>(w, x + 4 * VB), vspread_pairs<1>(scales));
+            return vfma(sum, w.pairs, vload(reinterpret_cast<const float*>(x + 9 * VB)));
         }
     };
     static void encode(const float* x, int64_t at, uint8_t* out) {
@@ -112,15 +119,15 @@ template <> struct Rows<KIND_INT4> {
         float scale, sum;
         encode_group(x, planes[0], planes[1], scale, sum);
         uint8_t* step = out + at / COLUMNS * X_BYTES;
-        const int64_t first = at % COLUMNS / 2;  // of the group's bytes
+        const int64_t group = at % COLUMNS / GROUP, first = group * GROUP / 2;  // of the group's bytes
         for (int plane = 0; plane < 2; ++plane)
             for (int i = 0; i < 4; ++i)
                 for (int m = 0; m < 4; ++m) {
-                    uint8_t* own = step + 2 * plane * VB + first + 4 * i + m;
+                    uint8_t* own = step + first / VB * 4 * VB + 2 * plane * VB + first % VB + 4 * i + m;
                     own[0] = uint8_t(planes[plane][8 * m + i]), own[VB] = uint8_t(planes[plane][8 * m + 4 + i]);
                 }
-        float* lanes = reinterpret_cast<float*>(step + 4 * VB) + first / 4;
-        for (int i = 0; i < 4; ++i) lanes[i] = scale, lanes[VL + i] = i ? 0.0f : sum;
+        float* pairs = reinterpret_cast<float*>(step + 8 * VB) + 2 * group;
+        pairs[0] = scale, pairs[1] = 0.0f, pairs[VL] = 0.0f, pairs[VL + 1] = sum;
     }
 };
 
@@ -151,7 +158,7 @@ static void row_products(const RowMatrix& matrix, int64_t first, int64_t step, i
         const int64_t scale_at = KIND == KIND_INT8 ? i * Own::COLUMNS / GROUP * 2 : i * Own::SCALES;
         each<AT_ONCE>([&](auto r) {
             const uint8_t* at = data + r * stride + i * Own::BYTES;
-            prefetch(at + matrix.stride);  // the same place of the next row
+            for (int64_t line = 0; line < Own::BYTES; line += 64) prefetch(at + matrix.stride + line);  // the same place of the next row
             const Weights own = Weights::load(at, scales + r * scale_stride + scale_at);
             each<M>([&](auto m) { sum[r * M + m] = Weights::times(own, sum[r * M + m], x[m] + i * Own::X_BYTES); });
         });
@@ -160,7 +167,7 @@ static void row_products(const RowMatrix& matrix, int64_t first, int64_t step, i
     if (left) {  // some groups of a step: the rest is zero in x
         const int64_t bytes = left * Own::BYTES / Own::COLUMNS, scale_bytes = left * Own::SCALES / Own::COLUMNS;
         each<AT_ONCE>([&](auto r) {
-            alignas(64) uint8_t last[VB] = {}, last_scales[VB] = {};
+            alignas(64) uint8_t last[Own::BYTES] = {}, last_scales[VB] = {};
             memcpy(last, data + r * stride + whole * Own::BYTES, bytes);
             memcpy(last_scales, scales + r * scale_stride + whole * Own::SCALES, scale_bytes);
             const Weights own = Weights::load(last, last_scales);

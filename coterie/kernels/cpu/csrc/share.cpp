@@ -17,8 +17,8 @@ void ShareRun::reserve(const ShareLayer* layers, int64_t count, int64_t max_rows
         hidden = std::max<int64_t>(hidden, layers[i].hidden);
         inner_ = std::max<int64_t>(inner_, layers[i].intermediate);
     }
-    // no kind has more than four bytes a column
-    x_bytes_ = 4 * round_up(hidden, 2 * VB), act_bytes_ = 4 * round_up(inner_, 2 * VB);
+    // no kind has more than four bytes a column, or longer steps
+    x_bytes_ = 4 * round_up(hidden, 4 * VB), act_bytes_ = 4 * round_up(inner_, 4 * VB);
     max_rows_ = max_rows, max_pairs_ = max_pairs;
     x_.need<uint8_t>(max_rows * x_bytes_), acts_.need<uint8_t>(max_pairs * act_bytes_);
     gates_.need<float>(max_pairs * inner_), ups_.need<float>(max_pairs * inner_);

@@ -23,13 +23,8 @@ CT_INLINE vi vdot_nibbles(vi acc, vb w, vb x) { return vdot_signed(acc, w, x); }
 CT_INLINE vf vgroup_scales(const uint16_t* scales) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_dup_u16(scales)));
 }
-// The same for int4, with the minimums.
-CT_INLINE void vgroup_pairs(const uint16_t* pairs, vf& scale, vf& minimum) {
-    uint32_t word;
-    memcpy(&word, pairs, 4);
-    const float32x4_t both = vcvt_f32_f16(vreinterpret_f16_u32(vdup_n_u32(word)));
-    scale = vdupq_laneq_f32(both, 0), minimum = vdupq_laneq_f32(both, 1);
-}
+// For int4: of VL / 2 groups' scales, each followed by another value, those of vector `HALF` of two.
+template <int HALF> CT_INLINE vf vspread_pairs(vf pairs) { return vdupq_laneq_f32(pairs, 2 * HALF); }
 #elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && !defined(CT_GENERIC)
 // ---------------------------------------------------------------------------------- AVX-512
 CT_INLINE vb vbytes(const void* p) { return _mm512_loadu_si512(p); }
@@ -51,12 +46,9 @@ CT_INLINE vf vgroup_scales(const uint16_t* scales) {  // two groups
                                             0x03020302, 0x03020302, 0x03020302, 0x03020302);
     return _mm512_cvtph_ps(_mm256_shuffle_epi8(_mm256_set1_epi32(both), order));
 }
-CT_INLINE void vgroup_pairs(const uint16_t* pairs, vf& scale, vf& minimum) {  // four groups
-    const __m256 some = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(pairs)));
-    const __m512 all = _mm512_castps256_ps512(some);
-    const __m512i even = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
-    scale = _mm512_permutexvar_ps(even, all);
-    minimum = _mm512_permutexvar_ps(_mm512_add_epi32(even, _mm512_set1_epi32(1)), all);
+template <int HALF> CT_INLINE vf vspread_pairs(vf pairs) {
+    const __m512i order = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
+    return _mm512_permutexvar_ps(_mm512_add_epi32(order, _mm512_set1_epi32(8 * HALF)), pairs);
 }
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(CT_GENERIC)
 // ------------------------------------------------------------------------------------- AVX2
@@ -68,11 +60,9 @@ CT_INLINE vi vdot_signed(vi acc, vb w, vb x) {  // |x| <= 127: no saturation
     return vdot_nibbles(acc, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
 }
 CT_INLINE vf vgroup_scales(const uint16_t* scales) { return _mm256_cvtph_ps(_mm_set1_epi16(int16_t(*scales))); }
-CT_INLINE void vgroup_pairs(const uint16_t* pairs, vf& scale, vf& minimum) {  // two groups
-    const __m128 some = _mm_cvtph_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(pairs)));
-    const __m256 all = _mm256_castps128_ps256(some);
-    scale = _mm256_permutevar8x32_ps(all, _mm256_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2));
-    minimum = _mm256_permutevar8x32_ps(all, _mm256_setr_epi32(1, 1, 1, 1, 3, 3, 3, 3));
+template <int HALF> CT_INLINE vf vspread_pairs(vf pairs) {
+    constexpr int first = 4 * HALF;
+    return _mm256_permutevar8x32_ps(pairs, _mm256_setr_epi32(first, first, first, first, first + 2, first + 2, first + 2, first + 2));
 }
 #else
 // ---------------------------------------------------------------------------------- generic
@@ -90,10 +80,10 @@ CT_INLINE vf vgroup_scales(const uint16_t* scales) {
     for (int i = 0; i < VL; ++i) out[i] = half_to_float(scales[i / 8]);
     return out;
 }
-CT_INLINE void vgroup_pairs(const uint16_t* pairs, vf& scale, vf& minimum) {
-    scale = minimum = vset(0.0f);
-    for (int i = 0; i < VL; ++i)
-        scale[i] = half_to_float(pairs[i / 4 * 2]), minimum[i] = half_to_float(pairs[i / 4 * 2 + 1]);
+template <int HALF> CT_INLINE vf vspread_pairs(vf pairs) {
+    vf out = vset(0.0f);
+    for (int i = 0; i < VL; ++i) out[i] = pairs[HALF * VL / 2 + i / 4 * 2];
+    return out;
 }
 #endif
 
