@@ -47,6 +47,7 @@ CPU = torch.device("cpu")
 GEOMETRY = ExpertGeometry((1, 2, 4), 6, 2, frozenset({(2, 4)}))
 LAYOUT = ExpertLayout(32, 32, True, ("int8",) * 3)
 RECORD = DeviceRecord("int8", 32, 32)
+PRESENT = np.array([[(layer, e) not in GEOMETRY.absent for e in range(6)] for layer in (1, 2, 4)])
 
 
 class DrawnStore:
@@ -192,6 +193,9 @@ def test_every_step_reads_every_experts_own_bytes(text: str, num_slots: int) -> 
                     banked.move(strategy.update())
             assert not wrong_experts(store, banked), number
             assert int(banked.pool.experts.on_device.sum()) <= num_slots
+            # what the next step's hits are counted by
+            in_slots = banked.pool.tiers.numpy() == IN_ARENA
+            assert (banked.pool.experts.on_device == in_slots)[PRESENT].all(), number
         parts.device.check()
 
 
@@ -246,9 +250,11 @@ def test_lru_keeps_the_last_used_and_counts_what_the_link_carries() -> None:
             banked._telemetry.end_step()
 
 
-def placed_step(banked: BankedExperts, rng: random.Random, live: int) -> StepDemands:
+def placed_step(
+    banked: BankedExperts, rng: random.Random, live: int, copied: list[int] | None = None
+) -> StepDemands:
     """What the device does in a decode step of two rows, of which `live` count, by the plain twin
-    of its kernels."""
+    of its kernels. `copied` gets the numbers of the experts that it copies."""
     from coterie.kernels.triton import expert_victims
 
     victims, pool = banked._victims, banked.pool
@@ -264,6 +270,8 @@ def placed_step(banked: BankedExperts, rng: random.Random, live: int) -> StepDem
             record = ctypes.string_at(begin, RECORD.nbytes)
             own = pool.arena[slot * 4096 : slot * 4096 + RECORD.nbytes]
             own.copy_(torch.frombuffer(bytearray(record), dtype=torch.uint8))
+            if copied is not None:
+                copied.append(number)
     return StepDemands(rows, None, "decode", int(victims.step_launched()[-1]))
 
 
@@ -312,13 +320,14 @@ def test_the_host_follows_what_the_device_places_in_its_steps(text: str, num_slo
 
 def test_what_the_device_places_crosses_the_link_once() -> None:
     pytest.importorskip("triton")
-    rng = random.Random(5)
-    with experts_beside("lru", 5) as (_, banked, parts):
+    rng, copied = random.Random(5), list[int]()
+    with experts_beside("lru", 13) as (_, banked, parts):
         place_in_steps(banked)
         for _ in range(30):
-            banked.record(banked.pool.experts, placed_step(banked, rng, 2), 0.01)
+            banked.record(banked.pool.experts, placed_step(banked, rng, 2, copied), 0.01)
         total = banked._telemetry.total()
-        assert total.device_misses > 50 and total.device_hits > 10
+        # also what was in a slot when the step began, and not any more when its layer came
+        assert total.device_misses == len(copied) > 50 and total.device_hits > 10
         assert total.moved_bytes == total.device_misses * RECORD.nbytes
         assert total.host_hits == total.device_misses and total.host_runs == 0
         assert sum(parts.device.evictions.values()) > 30

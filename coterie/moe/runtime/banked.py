@@ -250,9 +250,13 @@ class BankedExperts:
                 self.pool.share.follow()
             return
         if number == victims.followed + 1:
-            here = replace(found, on_device=self._table.on_device())
-            self._count(here, demands, seconds, placed=True)
-            self._uploads.follow(victims.follow(demands.rows))
+            copied, missed = victims.follow(demands.rows)
+            # a layer may have taken the slot of an expert that a later one then missed
+            served = demands.rows > 0
+            for layer, expert in missed:
+                served[self._row[layer], expert] = False
+            self._count(replace(found, on_device=served), demands, seconds, placed=True)
+            self._uploads.follow(copied)
             victims.followed = number
         else:
             self._count(found, demands, seconds, placed=True)
@@ -337,7 +341,10 @@ class BankedExperts:
         waiting = self._waiting.take(most_waited)
         waited = [(key, slot) for key, slot in waiting if slot not in taken]
         loads = (*waited, *loads)
+        if not loads and not superseded:
+            return
         self._uploads.start(loads, superseded)
+        self._placed()
         for key, _ in (*superseded, *loads):
             if self._uploads.near(key) is not None:
                 continue

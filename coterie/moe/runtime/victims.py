@@ -114,14 +114,15 @@ class StepVictims:
         state.free[: len(free)].copy_(torch.tensor(free, dtype=torch.int32))
         state.counts[FREE : FREE + 1].fill_(len(free))
 
-    def follow(self, rows: NDArray[np.int64]) -> list[tuple[Key, int]]:
+    def follow(self, rows: NDArray[np.int64]) -> tuple[list[tuple[Key, int]], list[Key]]:
         """A step used experts so often, [layers, experts]: repeat what the device has decided.
-        Returns what it copied, and to which slots."""
-        copied = []
+        Returns what it copied, and to which slots; and what its layers missed."""
+        copied, missed = [], []
         for layer, own in zip(self._geometry.layers, rows, strict=True):
             used = [(layer, expert) for expert in np.flatnonzero(own).tolist()]
+            missed += [key for key in used if key not in self._slots]
             copied += place_misses(self._slots, used, self._room)
-        return copied
+        return copied, missed
 
     def read(self) -> None:
         """Wait for all steps, and take the slots from the device."""
