@@ -381,28 +381,27 @@ class BankedExperts:
         if found.copied is not None:
             crossed, part = crossed | found.copied, 0.0
         moved = (crossed.sum(axis=1) * self._record_bytes * (1 - part)).astype(np.int64)
-        each, whole = seconds / len(hits), UsageTally()
+        each = seconds / len(hits)
         # the step was enqueued layer by layer: what it waited for is not in its seconds
         waited, late = ({}, {}) if self._waits is None else self._waits.take_waits()
         self._waits = self._fill
+        disk_s, read = np.zeros(len(hits)), np.zeros(len(hits), dtype=np.int64)
+        for layer, waited_s in waited.items():
+            disk_s[self._row[layer]] = waited_s
+        for layer, count in late.items():
+            read[self._row[layer]] = count
         for_cpu = 0.0
         if self.pool.share is not None:
             for_cpu = self.pool.share.take_wait_s() / len(hits)
-        for row, layer in enumerate(self._geometry.layers):
-            tally = UsageTally()
-            tally.device_hits, tally.device_misses = int(hits[row]), int(misses[row])
-            tally.host_misses, tally.disk_s = late.get(layer, 0), waited.get(layer, 0.0)
-            tally.host_hits = int(misses[row]) - tally.host_misses
-            tally.read_bytes = tally.host_misses * int(self._record_bytes[row])
-            tally.moved_bytes = int(moved[row])
-            tally.io_s = float(moved[row]) / self.link_rate
-            stall_s = min(each, tally.io_s)
-            tally.cpu_s = min(each - stall_s, for_cpu)
-            tally.compute_s = each - stall_s - tally.cpu_s
-            tally.stall_s = stall_s + tally.cpu_s + tally.disk_s
-            self._telemetry.add(layer, tally)
-            if demands.by_sequence is not None:
-                whole.add(tally)
+        io_s = moved / self.link_rate
+        stall_s = np.minimum(each, io_s)
+        cpu_s = np.minimum(each - stall_s, for_cpu)
+        whole = self._telemetry.add_step({
+            "device_hits": hits, "device_misses": misses, "host_hits": misses - read,
+            "host_misses": read, "read_bytes": read * self._record_bytes,
+            "moved_bytes": moved, "io_s": io_s, "disk_s": disk_s, "cpu_s": cpu_s,
+            "stall_s": stall_s + cpu_s + disk_s, "compute_s": each - stall_s - cpu_s,
+        })  # fmt: skip
         if demands.by_sequence is not None:
             self._telemetry.attribute_in_place(demands.by_sequence, whole)
 

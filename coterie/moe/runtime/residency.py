@@ -21,6 +21,7 @@ def residency(runtime: ExpertRuntime) -> MoeResidency | None:
     device, pinned = frozenset(parts.device.keys()), parts.slots.pinned()
     rows: list[str] = []
     rates: list[float] = []
+    counts = runtime.telemetry.layers
     for layer in geometry.layers:
         in_ram = runtime.in_ram(layer)
         present = frozenset(geometry.present(layer))
@@ -32,7 +33,7 @@ def residency(runtime: ExpertRuntime) -> MoeResidency | None:
                 rows.append(PINNED if key in pinned else ON_DEVICE)
             else:
                 rows.append(IN_RAM if expert in in_ram else ON_DISK)
-        counted = runtime.telemetry.layers[layer]
+        counted = counts[layer]
         hits = counted.device_hits + counted.prefetch_hits
         demands = hits + counted.device_misses + counted.host_runs
         rates.append(round(hits / demands, 3) if demands else 0.0)

@@ -18,7 +18,6 @@ from torch import Tensor
 from coterie.kernels.cpu.expert_mlp import RecordTable
 from coterie.kernels.device_record import UNIT_BYTES, device_record
 from coterie.moe.runtime.device_pool import DevicePool, ResidentExperts
-from coterie.moe.runtime.usage import UsageTally
 
 if TYPE_CHECKING:
     from coterie.moe.runtime.setup import RuntimeParts
@@ -88,14 +87,13 @@ class ResidentFinder:
         return rows
 
     def add(self, found: ResidentExperts, demands: StepDemands, seconds: float) -> None:
-        used, layers = demands.rows > 0, self._parts.store.geometry.layers
-        hits = (used & found.on_device).sum(axis=1).tolist()
-        for layer, slots, met in zip(layers, hits, used.sum(axis=1).tolist(), strict=True):
-            tally = UsageTally()
-            tally.device_hits, tally.host_runs = slots, met - slots
-            tally.host_hits = met - slots
-            tally.compute_s = seconds / len(hits)
-            self._telemetry.add(layer, tally)
+        used = demands.rows > 0
+        hits = (used & found.on_device).sum(axis=1)
+        missed = used.sum(axis=1) - hits
+        self._telemetry.add_step({
+            "device_hits": hits, "host_runs": missed, "host_hits": missed,
+            "compute_s": np.full(len(hits), seconds / len(hits)),
+        })  # fmt: skip
         if demands.by_sequence is not None:
             self._telemetry.attribute_resident(demands.by_sequence, seconds)
 

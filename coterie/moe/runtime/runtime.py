@@ -418,7 +418,7 @@ class ExpertRuntime:
         if tally is not None and load.key[0] == self._layer:
             counted = tally
         elif at_start:
-            counted = self.telemetry.layers[load.key[0]]
+            counted = self.telemetry.outside_steps(load.key[0])
         counted.host_hits += load.host_hit
         counted.host_misses += not load.host_hit
         counted.moved_bytes += load.moved_bytes
@@ -517,7 +517,10 @@ def report(runtime: ExpertRuntime) -> dict[str, Any]:
         "prediction": runtime.predictor.report(),
         "total": total.as_dict(),
         "tiers": {"device": _device(runtime), "host": _host(runtime)},
-        "layers": {layer: _layer(runtime, layer) for layer in runtime.geometry.layers},
+        "layers": {
+            layer: _layer(runtime, layer, tally)
+            for layer, tally in runtime.telemetry.layers.items()
+        },
         "elastic": {} if runtime.trade is None else runtime.trade.report(),
         "cpu_share": {} if runtime._banked is None else runtime._banked.report_share(),
         "expert_bytes": parts.store.expert_bytes,
@@ -555,10 +558,9 @@ def _host(runtime: ExpertRuntime) -> dict[str, float]:
     }
 
 
-def _layer(runtime: ExpertRuntime, layer: int) -> dict[str, float]:
+def _layer(runtime: ExpertRuntime, layer: int, tally: UsageTally) -> dict[str, float]:
     evicted = runtime.parts.device.evictions[layer], runtime.parts.host.evictions[layer]
-    counted = runtime.telemetry.layers[layer].as_dict()
-    return counted | {"device_evictions": evicted[0], "host_evictions": evicted[1]}
+    return tally.as_dict() | {"device_evictions": evicted[0], "host_evictions": evicted[1]}
 
 
 class BackgroundFill:
@@ -578,6 +580,6 @@ class BackgroundFill:
         """Count what was read, by layer: it belongs to no request."""
         while not self._read.empty():
             key, size = self._read.get()
-            tally = self._telemetry.layers[key[0]]
+            tally = self._telemetry.outside_steps(key[0])
             tally.host_misses += 1
             tally.read_bytes += size

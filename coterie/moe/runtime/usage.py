@@ -7,7 +7,7 @@ Its bytes and seconds are its share, so that all shares add up to the step's.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 # what a tally counts; updates belong to no layer
 FIELDS = tuple(name for name in USAGE_FIELDS if name not in ("updates", "swaps"))
+
+
+_ROW = {name: row for row, name in enumerate(FIELDS)}
 
 
 class UsageTally:
@@ -55,6 +58,15 @@ class UsageTally:
 
     def as_dict(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in FIELDS}
+
+
+def _tally(values: Sequence[float]) -> UsageTally:
+    """Of values in the order of FIELDS; seconds are fractions, all else is whole."""
+    found = UsageTally()
+    for name, value in zip(FIELDS, values, strict=True):
+        if value:
+            setattr(found, name, value if name.endswith("_s") else int(value))
+    return found
 
 
 class LayerTally(UsageTally):
@@ -113,18 +125,50 @@ class UsageTelemetry:
     """Totals by layer since start, and the costs of the running step."""
 
     def __init__(self, geometry: ExpertGeometry) -> None:
-        self.layers = {layer: UsageTally() for layer in geometry.layers}
+        self._layers = {layer: UsageTally() for layer in geometry.layers}
+        # [fields, layers]: of the last step that was counted as a whole, and sums of all such
+        self._whole, self._wholes = np.zeros((2, len(FIELDS), len(self._layers)))
         self._place = {layer: place for place, layer in enumerate(geometry.layers)}
         self._num_experts = geometry.num_experts
         self._step = UsageTally()
         # of the running step, when the owners of its rows are known
         self._sequences: list[UsageTally] = []
         # [layers, 2] and [sequences, layers, 2]: demanded experts, and those in a device slot
-        self._nothing = np.zeros((len(self.layers), 2), dtype=np.int64)
+        self._nothing = np.zeros((len(self._layers), 2), dtype=np.int64)
         self._met, self._own_met = self._nothing.copy(), self._nothing[None][:0]
 
+    @property
+    def layers(self) -> dict[int, UsageTally]:
+        """Totals since start, by layer."""
+        found = {}
+        for (layer, tally), sums in zip(self._layers.items(), self._wholes.T.tolist(), strict=True):
+            found[layer] = _tally(sums)
+            found[layer].add(tally)
+        return found
+
+    def outside_steps(self, layer: int) -> UsageTally:
+        """Takes counts of a layer that belong to no step."""
+        return self._layers[layer]
+
+    def add_step(self, counts: Mapping[str, NDArray[np.generic]]) -> UsageTally:
+        """Count a whole step: by field, [layers]. Returns its sums. All layers at once, because the
+        host has little time between two steps of a device."""
+        step = self._whole
+        step[:] = 0
+        for name, values in counts.items():
+            step[_ROW[name]] = values
+        self._wholes += step
+        hits = step[_ROW["device_hits"]]
+        self._met[:, 0] += (hits + step[_ROW["device_misses"]] + step[_ROW["host_runs"]]).astype(
+            int
+        )
+        self._met[:, 1] += hits.astype(int)
+        whole = _tally(step.sum(axis=1).tolist())
+        self._step.add(whole)
+        return whole
+
     def add(self, layer: int, tally: UsageTally) -> None:
-        self.layers[layer].add(tally)
+        self._layers[layer].add(tally)
         self._step.add(tally)
         met = tally.device_hits + tally.prefetch_hits
         row = self._met[self._place[layer]]
