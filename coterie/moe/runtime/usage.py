@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 # what a tally counts; updates belong to no layer
 FIELDS = tuple(name for name in USAGE_FIELDS if name not in ("updates", "swaps"))
-
-
 _ROW = {name: row for row, name in enumerate(FIELDS)}
+# the demands of a step that was counted as a whole
+_MET = [_ROW[name] for name in ("device_hits", "device_misses", "host_runs")]
 
 
 class UsageTally:
@@ -158,11 +158,9 @@ class UsageTelemetry:
         for name, values in counts.items():
             step[_ROW[name]] = values
         self._wholes += step
-        hits = step[_ROW["device_hits"]]
-        self._met[:, 0] += (hits + step[_ROW["device_misses"]] + step[_ROW["host_runs"]]).astype(
-            int
-        )
-        self._met[:, 1] += hits.astype(int)
+        hits, misses, on_host = step[_MET].astype(np.int64)
+        self._met[:, 0] += hits + misses + on_host
+        self._met[:, 1] += hits
         whole = _tally(step.sum(axis=1).tolist())
         self._step.add(whole)
         return whole

@@ -37,12 +37,11 @@ _KEEP = 0.5 ** (1.0 / 64.0)
 _AHEAD, _AHEAD_HITS = 0.01, 1.0
 # steps that do not count, because a policy first pays for what it wants; and those without election
 _UNCOUNTED, _UNELECTED = 16, 32
-# decoding steps that are decided about at once, and uploads behind them; twice as many steps next
-# time if there were fewer uploads for each, half as many if there were more
+# decoding steps that are decided about at once, at least and at most, and uploads behind them
 _AT_ONCE, _MOST_AT_ONCE, _MOST = 4, 16, 96
-_FEW, _MANY = 0.25, 1.0
-# steps from which on that is done where nothing was known at start
-_LEARNT = 192
+# with fewer uploads for each of these steps next time there are twice as many, with more half as
+# many; where nothing was known at start, not more before so many steps
+_FEW, _MANY, _LEARNT = 0.25, 1.0, 192
 # hits for which an upload counts: on an H200 a copy takes 54 us, a miss by link and CPU 18
 _UPLOAD_HITS = 3.0
 # bytes of missing experts that take as long as the rest of a layer that misses some (20 us there)
