@@ -174,6 +174,37 @@ def test_closing_does_not_wait_for_the_loads_of_the_start(monkeypatch: pytest.Mo
     assert time.perf_counter() - begin < 1.0
 
 
+def test_a_load_that_failed_just_before_its_layer_runs_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with DispatchedModel(Setting(checkpoint_of("qwen3_moe"), "layer_grouped", 12, "20%")) as few:
+        transfer, asked = few.runtime._transfer, threading.Event()
+        sweep, failed = transfer.sweep, []
+
+        def fail_once_asked(*_: object) -> int:
+            assert asked.wait(20)
+            raise OSError(5, "injected")
+
+        def sweep_when_all_have_ended() -> None:
+            """The layer has asked for failures before this, when there were none."""
+            asked.set()
+            for load in transfer._device.pending.values():
+                failed.append(load.settle().error is not None)
+            sweep()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(few.disk, "pread", fail_once_asked)
+            patch.setattr(transfer, "sweep", sweep_when_all_have_ended)
+            with pytest.raises(WeightsError, match="injected"):
+                few.generate(PROMPTS[2:], 2)
+        assert any(failed)
+        few.runtime.check()
+        got = few.generate(PROMPTS[2:], 2)[1]
+        few.runtime.check()
+    with DispatchedModel(Setting(checkpoint_of("qwen3_moe"), "persistent", 24)) as whole:
+        assert torch.equal(got, whole.generate(PROMPTS[2:], 2)[1])
+
+
 class SlowStart(DispatchedModel):
     """Every read takes so long, from the start on."""
 

@@ -116,9 +116,10 @@ class TierTransfer:
             self.retired(load, tally)
 
     def sweep(self) -> None:
-        """Count loads that have ended without anybody waiting for them."""
+        """Count loads that have ended without anybody waiting for them. One that failed stays: a
+        layer that needs its expert meanwhile must get its error."""
         for load in list(self._device.pending.values()):
-            if load.done:
+            if load.done and load.error is None:
                 self.retire(load, None)
 
     def wait(self, seconds: float) -> set[ExpertLoad]:
