@@ -63,6 +63,7 @@ from benchmarks.random_models import (
     tensor_shapes,
     tiny,
 )
+from coterie.core.moe import PREDICTIONS
 from coterie.core.request import Sampling
 from coterie.models.base import CausalLM
 from coterie.moe.runtime.heatmap import Heatmap
@@ -296,6 +297,10 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("--layers", type=int, default=0, metavar="N", help="the first N layers")
     parser.add_argument(
+        "--predict", default="auto", choices=PREDICTIONS,
+        help="what guesses at the next layer's experts are used for, in cases *-resident-*",
+    )  # fmt: skip
+    parser.add_argument(
         "--routing", choices=("uniform", "zipf"), default="uniform", help="what gates prefer"
     )
     options = parser.parse_args()
@@ -316,7 +321,7 @@ def main() -> int:
         dispatch = None
         if beyond is not None:
             weights = 2 * sum(map(math.prod, tensor_shapes(config).values()))
-            dispatch = beyond.settings(options.strategy, weights)
+            dispatch = beyond.settings(options.strategy, weights, options.predict)
         return make_model(
             config, sizes.device, dtype=dtype, experts=experts, dispatch=dispatch,
             skewed=options.routing == "zipf",

@@ -82,7 +82,7 @@ class BeyondModel:
         share, _, strategy = rest.partition("-")
         return BeyondModel(kind, share, strategy) if beside else None
 
-    def settings(self, strategy: str, weight_bytes: int) -> MoeSettings:
+    def settings(self, strategy: str, weight_bytes: int, predict: str = "auto") -> MoeSettings:
         """`strategy`: unless the name has one; `weight_bytes`: all but the experts."""
         strategy = self.strategy or strategy
         if self.share == SMALL:
@@ -90,7 +90,7 @@ class BeyondModel:
         else:
             budget = f"{self.share}%"
             strategy = strategy if int(self.share) else "cpu_only"
-        return MoeSettings(strategy=strategy, device_budget=budget, warmup="none", predict="off")
+        return MoeSettings(strategy=strategy, device_budget=budget, warmup="none", predict=predict)
 
     def __str__(self) -> str:
         return f"{self.kind}-resident-{self.share}" + (f"-{self.strategy}" if self.strategy else "")

@@ -279,7 +279,8 @@ def _experts(used: Mapping[str, Any], moe_state: Mapping[str, Any]) -> list[tupl
 
 def _unused(prediction: Mapping[str, Any]) -> list[tuple[str, str]]:
     """A prediction mode that was requested and has no effect."""
-    if prediction["mode"] not in ("protect", "prefetch") or prediction["protecting"]:
+    used = prediction["protecting"] or prediction["prefetching"]
+    if prediction["mode"] not in ("protect", "prefetch") or used:
         return []
     return [("guesses", f"{prediction['mode']} not used: {prediction['why_off']}")]
 
@@ -287,9 +288,11 @@ def _unused(prediction: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _guesses(prediction: Mapping[str, Any]) -> str:
     """How well the next layer's experts were predicted, and what that was used for."""
     why = f"; off: {prediction['why_off']}" if prediction["why_off"] else ""
+    # a device that guesses by itself guesses one expert of a layer
+    exact = prediction["exact_match"]
+    layers = f", {100 * exact:.0f}% of layers exactly" if exact else ""
     return (
-        f"{100 * prediction['slot_overlap']:.0f}% of experts, "
-        f"{100 * prediction['exact_match']:.0f}% of layers exactly; "
+        f"{100 * prediction['slot_overlap']:.0f}% of experts{layers}; "
         f"{prediction['prefetched']} fetched ahead, "
         f"{prediction['useful_prefetches']} of them used{why}"
     )

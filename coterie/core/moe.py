@@ -43,7 +43,8 @@ class MoeSettings:
     predict: str = key(
         "auto",
         "text",
-        "What a guess at the next layer's experts is used for; only adaptive takes guesses.",
+        "What a guess at the next layer's experts is used for, by adaptive and by a GPU that reads "
+        "experts from RAM.",
         among=PREDICTIONS,
     )
     reads: str = key("auto", "text", "How experts are read from disk.", among=READS)

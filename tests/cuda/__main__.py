@@ -12,10 +12,10 @@ pressure. capture, pieces: the same answers whatever is captured. launch: the sa
 without early starts. batch: how many answers change in a batch, by precision. sampled: the same for
 seeded draws. kernels: against their twins. adapters: logits against torch, and greedy answers
 against transformers with merged weights. bank: the answers again with a quarter of the experts on
-the device, for every strategy. share: with a part of them computed by the CPU. prompts: the bits of
-prompts there. crash: the worker is killed in the middle of 8 streams. slow: at least 95% of a slow
-request's time is explained. elastic: the answers while KV and experts trade memory, `--seconds` of
-it.
+the device, for every strategy. share: with a part of them computed by the CPU. prefetch: with some
+read ahead. prompts: the bits of prompts there. crash: the worker is killed in the middle of 8
+streams. slow: at least 95% of a slow request's time is explained. elastic: the answers while KV and
+experts trade memory, `--seconds` of it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-from tests.cuda import adapters, answers, bank, crash, elastic, kernels, prompts, share, slow
+from tests.cuda import (
+    adapters,
+    answers,
+    bank,
+    crash,
+    elastic,
+    kernels,
+    prefetch,
+    prompts,
+    share,
+    slow,
+)
 from tests.cuda.suite import run_here, run_in_processes, summary, wanted
 
 
@@ -44,7 +55,12 @@ def main() -> int:
         os.environ.setdefault("COTERIE_NATIVE", "0")
     checks = [*kernels.checks(device), *answers.checks(device, options.prompts)]
     checks += [*adapters.checks(device), *bank.checks(device, options.prompts)]
-    checks += [*share.checks(device), *prompts.checks(device), *crash.checks(device)]
+    checks += [
+        *share.checks(device),
+        *prefetch.checks(device),
+        *prompts.checks(device),
+        *crash.checks(device),
+    ]
     checks += [*slow.checks(device), *elastic.checks(device, options.prompts, options.seconds)]
     checks = wanted(checks, options.only)
     if options.list:

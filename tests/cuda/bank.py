@@ -95,7 +95,7 @@ def _runtime(model: CausalLM) -> ExpertRuntime:
 
 def _settings(total: int, strategy: str, share: float = SHARE) -> MoeSettings:
     slots = max(1, int(total * share)) if strategy != "cpu_only" else 0
-    return MoeSettings(strategy=strategy, cache_capacity=slots, warmup="none", predict="off")
+    return MoeSettings(strategy=strategy, cache_capacity=slots, warmup="none", predict="prefetch")
 
 
 def _model(device: str, name: str, strategy: str, mode: str) -> CausalLM:
@@ -260,7 +260,7 @@ def _memory(device: str) -> str:
     before = torch.cuda.memory_allocated()
     budget = 400_000_000
     text = f"{budget}"
-    settings = MoeSettings(strategy="lru", device_budget=text, warmup="none", predict="off")
+    settings = MoeSettings(strategy="lru", device_budget=text, warmup="none")
     model = _large(settings)
     try:
         parts = _runtime(model).parts

@@ -80,7 +80,7 @@ def _layer(device: str, kind: str, way: str, all_rows: tuple[int, ...]) -> str:
     there = here.cpu().pin_memory()
     memory = torch.zeros(ShareBell.nbytes(16, 128, HIDDEN), dtype=torch.uint8).pin_memory()
     bell = ShareBell(memory, 16, 128, HIDDEN)
-    share = cpu_share.ShareState.new(bell, EXPERTS, device)
+    share = cpu_share.ShareState.new(bell, EXPERTS * INNER, device)
     coordinator = ShareCoordinator(library, bell, [ShareRecords(list(there), record)], 8)
     step, away = here.shape[1] // 16, (there.data_ptr() - here.data_ptr()) // 16
     places = torch.arange(EXPERTS, device=device) * step
@@ -95,7 +95,7 @@ def _layer(device: str, kind: str, way: str, all_rows: tuple[int, ...]) -> str:
             weights = torch.rand((rows, TOP_K), device=device)
             routed = kernels.RoutedRows(ids, pool.places[ids.long()], weights, weights[:, 0])
             part = float(torch.rand(()))
-            table = [int(part * n * INNER) // 32 * 32 for n in range(EXPERTS + 1)]
+            table = [int(part * n * 32) // 32 * 32 for n in range(len(share.table))]
             share.table.copy_(torch.tensor(table))
             x = torch.randn((rows, HIDDEN), device=device).to(dtype)
             hidden = torch.zeros_like(x)

@@ -76,7 +76,7 @@ class Layer:
         begins = (pool.places * 16).tolist()
         records = [pool.base[begin : begin + size] for begin in begins]
         self.bell = bell_of(4, 12, 64)
-        self.share = ShareState.new(self.bell, experts, "cpu")
+        self.share = ShareState.new(self.bell, experts * self.inner, "cpu")
         library: Any = native()
         self.coordinator = ShareCoordinator(
             library, self.bell, [ShareRecords([None] * experts, pool.record),
@@ -97,7 +97,7 @@ class Layer:
         self.routed.places.copy_(self.pool.places[self.routed.ids.long()])
 
     def allow(self, share: float) -> None:
-        channels = [int(share * n * self.inner) // 32 * 32 for n in range(7)]
+        channels = [int(share * n * 32) // 32 * 32 for n in range(len(self.share.table))]
         self.share.table.copy_(torch.tensor(channels))
 
     def run_whole(self, limit: int = 100_000) -> float:

@@ -22,6 +22,7 @@ POOLS = {
     1: ("*i8", "*fp16", {"UNIT": 16, "SCALE_UNIT": 8, "KIND": 1}),
     2: (I32, I32, {"UNIT": 4, "SCALE_UNIT": 4, "KIND": 2}),
 }
+GUESS = {"GUESSED": True, "TILES": 48, "ALL": 64}
 PAIRS = {"row_pairs": I32, "spans": I32, "places": I64, "out": BF16}
 
 
@@ -99,7 +100,7 @@ def rows(name: str, **sizes: Any) -> tuple[str, dict[str, str], dict[str, Any], 
 
     words = dict.fromkeys(("x", "gain", "acts", "weight", "scales", "pool"), I32)
     types = {**words, "chosen": I64, "norms": "*fp32", "weights": "*fp32", "out": BF16}
-    types["taken"] = I32
+    types |= {"taken": I32, "ids": I32, "state": I32, "copied": "i64"}
     types |= {"hidden": BF16, "y": BF16, "bias": BF16, "eps": "fp32", "rows": "i32"}
     warps = {
         "_int4_pair_gate_up": int4_rows.GATE_UP_WARPS,
@@ -107,7 +108,7 @@ def rows(name: str, **sizes: Any) -> tuple[str, dict[str, str], dict[str, Any], 
     }.get(name, int4_rows.PRODUCT_WARPS)
     places = {"UNIT": 4, "DOWN_AT": 393_216, "SCALES_AT": 589_824, "TOP_K": 8}
     flags = {"NORM": True, "BIAS": False, "ADD": True, "X_ROWS": 1, "PDL": True, "WARPS": warps}
-    flags["TAKEN"] = False
+    flags |= {"TAKEN": False, "GUESSED": False}
     options = {"num_warps": warps, "launch_pdl": True}
     return name, types, {**EXPERT, **places, **flags, **sizes}, options
 
@@ -115,6 +116,7 @@ def rows(name: str, **sizes: Any) -> tuple[str, dict[str, str], dict[str, Any], 
 def shared(name: str) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
     """What a step and the CPU tell each other."""
     words = ["ids", "table", "taken", "state", "rung", "job", "pairs", "answered", "failed"]
+    words.append("prefetched")
     floats = ("norms", "weights", "rows", "answer")
     types = {**dict.fromkeys(words, I32), **dict.fromkeys(floats, "*fp32"), "tiers": "*i8"}
     types |= dict.fromkeys(("x", "gain", "hidden"), BF16) | dict.fromkeys(("clock", "sums"), I64)
@@ -123,9 +125,22 @@ def shared(name: str) -> tuple[str, dict[str, str], dict[str, Any], dict[str, in
     return (
         name,
         types,
-        {**sizes, "NORM": True, "WHOLE": False, "PDL": True},
+        {**sizes, "NORM": True, "WHOLE": False, **GUESS, "UNIT": 32, "PDL": True},
         {"num_warps": 4, "launch_pdl": True},
     )
+
+
+def ahead(name: str) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
+    """What is read ahead over the link."""
+    words = ("pool", "buffer", "state", "own", "count", "ids")
+    types = {**dict.fromkeys(words, I32), **dict.fromkeys(("places", "sums", "told"), I64)}
+    types |= dict.fromkeys(("x", "gain", "gate", "penalty"), BF16)
+    types |= {"logits": "*fp32", "tiers": "*i8"}
+    copies = {"UNIT": 4, "ROWS": 4096, "WORDS": 4096, "SCALES_AT": 589_824, "SCALES": 1024}
+    sizes = {"WIDE": 2048, "EXPERTS": 128, "PADDED": 1024 if name == "_prefetch" else 128}
+    sizes |= {"CHOICES": 8, "MANY": 8, "SUMS": 4, "OWN": True, "PENALTY": False}
+    options = {"num_warps": 16} if name == "_prefetch" else {"num_warps": 4, "launch_pdl": True}
+    return name, types, {**EXPERT, **copies, **sizes, **GUESS, "PDL": True}, options
 
 
 def widen(kind: int) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
@@ -192,6 +207,12 @@ CASES: dict[str, tuple[Any, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "int4 rows down": (lambda: rows("_int4_pair_down"), BY_ROW),
     "int4 rows gate_up of some": (lambda: rows("_int4_pair_gate_up", TAKEN=True), BY_LINE),
     "int4 rows down of some": (lambda: rows("_int4_pair_down", TAKEN=True), BY_LINE),
+    "int4 rows gate_up of a guess": (
+        lambda: rows("_int4_pair_gate_up", TAKEN=True, GUESSED=True),
+        BY_LINE,
+    ),
+    "prefetch": (lambda: ahead("_prefetch"), WIDENED),
+    "guess": (lambda: ahead("_guess"), PLAIN),
     "ring": (lambda: shared("_ring"), (("MEMBAR.ALL.SYS",), ("LDL", "STL"))),
     "await": (lambda: shared("_await_cpu"), (("LDG.E.STRONG.SYS",), ("LDL", "STL"))),
     "int4 rows qkv": (lambda: rows("_int4_product", COUNT=5120, ADD=False), BY_ROW),
@@ -231,14 +252,18 @@ def kernel_of(name: str) -> Any:
     from coterie.kernels.triton import (
         arrange,
         cpu_share,
+        expert_gemv,
         expert_groups,
         expert_int4,
         expert_spans,
         expert_tiles,
         int4_rows,
+        link_prefetch,
     )
 
     modules = (
+        link_prefetch,
+        expert_gemv,
         expert_groups,
         expert_int4,
         expert_spans,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +23,7 @@ from coterie.moe.runtime.device_pool import IN_ARENA, DevicePool
 from coterie.moe.runtime.host_bank import HostBank
 from coterie.moe.runtime.layer_stream import buffer_slots
 from coterie.moe.runtime.resident import StepDemands
-from coterie.moe.runtime.setup import RuntimeParts
+from coterie.moe.runtime.setup import RuntimeParts, prefetches_in_place
 from coterie.moe.runtime.slot_map import SlotMap
 from coterie.moe.runtime.tiers import DeviceTier, HostTier
 from coterie.moe.runtime.travel import LinkRates
@@ -62,12 +63,12 @@ KEYS = GEOMETRY.keys()
 RECORDS = {key: STORE.arranged(key) for key in KEYS}
 
 
-def _experts(text: str, num_slots: int) -> tuple[BankedExperts, DeviceTier]:
+def _experts(text: str, num_slots: int, ahead: int = 0) -> tuple[BankedExperts, DeviceTier]:
     own, slots = cast("Any", STORE), SlotMap(num_slots)
     context = StrategyContext(GEOMETRY, slots, None, COSTS, in_place_bytes=3_000_000)
     prefill, decode = build_strategies(text, context)
     bank = HostBank(own, CPU)
-    tier = DeviceTier(own, num_slots, CPU, buffers=buffer_slots(GEOMETRY))
+    tier = DeviceTier(own, num_slots, CPU, buffers=buffer_slots(GEOMETRY) + ahead)
     parts = RuntimeParts(
         own, HostTier(own, 0), tier, slots, {"prefill": prefill, "decode": decode}, text, "off",
         bank=bank,
@@ -239,6 +240,40 @@ def test_few_rows_read_from_the_bank_and_some_copy_what_is_likely() -> None:
         with pool.layer(row):
             assert not _wrong(pool, row)
     assert (pool.stream is not None) and (pool.stream.held[-2:] == in_buffers[-2:]).all()
+    banked.close()
+
+
+@pytest.mark.parametrize(
+    ("predict", "slots", "ahead"),
+    [("auto", 0, True), ("auto", 9, False), ("prefetch", 9, True), ("protect", 0, False),
+     ("off", 0, False)],
+)  # fmt: skip
+def test_what_a_device_reads_ahead_needs_a_buffer(predict: str, slots: int, ahead: bool) -> None:
+    settings = MoeSettings(predict=predict)
+    assert prefetches_in_place(settings, slots) == ahead
+    assert not prefetches_in_place(replace(settings, deterministic=True), slots)
+
+
+def test_what_was_read_ahead_is_told() -> None:
+    pytest.importorskip("triton")
+    banked, _ = _experts("adaptive", 5)
+    assert banked.pool.prefetch is None and banked.report_prefetch() == {}
+    banked.close()
+    banked, tier = _experts("adaptive", 5, ahead=1)
+    prefetch = banked.pool.prefetch
+    assert prefetch is not None and banked.prompts is not None
+    # behind the buffers of prompts, which end where it begins
+    held = banked.prompts.stream._buffers
+    assert held.data_ptr() + held.nbytes == prefetch.buffer.data_ptr()
+    begin = prefetch.buffer.data_ptr() - tier.arena.data_ptr()
+    assert begin + len(prefetch.buffer) == len(tier.arena)
+    assert banked.report_prefetch()["predictions"] == 0
+    prefetch.told.copy_(torch.tensor([8, 6, 9, 2]))
+    told = banked.report_prefetch()
+    assert (told["predictions"], told["useful_prefetches"]) == (8, 6)
+    assert told["slot_overlap"] == 0.75 and told["prefetching"] and not told["why_off"]
+    # 16 channels of gate and of up
+    assert told["wasted_bytes"] == 2 * 2 * 16 * LAYOUT.hidden * 4
     banked.close()
 
 

@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from coterie.kernels.cpu.share import PAIR_WORDS, SUM_WORDS, ShareBell
 from coterie.kernels.expert_layout import GROUP
+from coterie.kernels.triton.link_prefetch import GUESS, HEAD, TILE, TURN, LayerGuess
 
 # the interpreter has no assembly and no clock
 _ON_DEVICE = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")
@@ -87,14 +88,16 @@ def _read_word(place):
 
 @triton.jit(do_not_specialize=["layer"])
 def _ring(
-    x, gain, norms, ids, weights, tiers, table, taken, state, clock,
+    x, gain, norms, ids, weights, tiers, table, taken, state, clock, prefetched,
     rung, job, pairs, rows, layer,
     COUNT: tl.constexpr, TOP_K: tl.constexpr, STRIDE: tl.constexpr, PAIRS: tl.constexpr,
     INNER: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr,
-    WHOLE: tl.constexpr, PDL: tl.constexpr,
+    WHOLE: tl.constexpr, GUESSED: tl.constexpr, TILES: tl.constexpr, ALL: tl.constexpr,
+    UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: rows. The last program decides and rings. With WHOLE the CPU takes whole experts, and
-    `taken` gets the ids that are left, -1 for the others."""
+    `taken` gets the ids that are left, -1 for the others. With GUESSED the CPU takes the
+    prefetched expert last, and what is on the device of it is not counted as missing."""
     at = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -106,8 +109,10 @@ def _ring(
     if NORM:
         value *= tl.load(gain + column, mask=inside, other=0).to(tl.float32) * tl.load(norms + at)
     tl.store(rows + at * WIDTH + column, value, mask=inside & (off == 0))
-    _fence()
-    before = tl.atomic_add(state + _ARRIVED, 1, sem="acq_rel")
+    before = 0
+    if COUNT > 1:
+        _fence()
+        before = tl.atomic_add(state + _ARRIVED, 1, sem="acq_rel")
     if before == COUNT - 1:
         tl.store(state + _ARRIVED, 0)
         pair = tl.arange(0, PAIRS)
@@ -119,9 +124,20 @@ def _ring(
         # the first pair of each missing expert, and the number of these before it
         first = tl.min(tl.where(same, pair[:, None], PAIRS), 0)
         leads = missing & (first == pair)
-        rank = tl.sum((leads[:, None] & (pair[:, None] < first[None, :])).to(tl.int32), 0)
+        order, copied = pair, 0
+        if GUESSED:
+            guessed = missing & (expert == tl.load(prefetched + GUESS))
+            order = pair + tl.where(guessed, PAIRS, 0)
+            first += tl.where(guessed, PAIRS, 0)
+            tile = tl.arange(0, ALL)
+            numbers = tl.load(prefetched + HEAD + tile, mask=tile < TILES, other=0)
+            ready = (tile < TILES) & (numbers == tl.load(prefetched + TURN))
+            # gate and up are two thirds of a channel
+            copied = tl.sum(ready.to(tl.int32), 0) * TILE * 2 // 3
+            copied *= tl.max(guessed.to(tl.int32), 0)
+        rank = tl.sum((leads[:, None] & (order[:, None] < first[None, :])).to(tl.int32), 0)
         experts = tl.sum(leads.to(tl.int32), 0)
-        total = tl.load(table + experts)
+        total = tl.load(table + (experts * INNER - copied) // UNIT)
         if WHOLE:
             total = (total + INNER // 2) // INNER * INNER
         own = tl.minimum(tl.maximum(total - rank * INNER, 0), INNER)
@@ -132,7 +148,7 @@ def _ring(
         place = tl.sum((gives[:, None] & (pair[:, None] < pair[None, :])).to(tl.int32), 0)
         given = tl.sum(gives.to(tl.int32), 0)
         tl.store(state + _GIVEN, given)
-        tl.store(clock + _LINK, (experts * INNER - total).to(tl.int64))
+        tl.store(clock + _LINK, (experts * INNER - copied - total).to(tl.int64))
         tl.store(clock + _RANG, _now())
         if given > 0:
             to = pairs + place * 4
@@ -196,7 +212,7 @@ class ShareState:
     """What the kernels need besides the bell, on the device."""
 
     bell: ShareBell
-    # int32 [experts + 1]: channels for the CPU, by the number of missing experts
+    # int32: channels for the CPU, by the number of missing channels, in groups
     table: Tensor
     # int32 [STATE_WORDS]
     state: Tensor
@@ -204,10 +220,11 @@ class ShareState:
     clock: Tensor
 
     @classmethod
-    def new(cls, bell: ShareBell, experts: int, device: torch.device | str) -> ShareState:
+    def new(cls, bell: ShareBell, channels: int, device: torch.device | str) -> ShareState:
+        """`channels`: of all experts of a layer."""
         return cls(
             bell,
-            torch.zeros(experts + 1, dtype=torch.int32, device=device),
+            torch.zeros(channels // GROUP + 1, dtype=torch.int32, device=device),
             torch.zeros(STATE_WORDS, dtype=torch.int32, device=device),
             torch.zeros(CLOCK_WORDS, dtype=torch.int64, device=device),
         )
@@ -220,25 +237,28 @@ def _launch(dependent: bool) -> dict[str, Any]:
 def ring(
     x: Tensor, ids: Tensor, weights: Tensor, tiers: Tensor, layer: int, inner: int,
     share: ShareState, taken: Tensor, norm: tuple[Tensor, Tensor] | None = None,
-    dependent: bool = False, whole: bool = False,
+    dependent: bool = False, whole: bool = False, guess: LayerGuess | None = None,
 ) -> None:  # fmt: skip
     """Give the CPU a part of the experts `ids` int32 [T, K] of x [T, D], with `weights` fp32
     [T, K or more]. `tiers` int8 [E]: 0 for those on the device. taken int32 like `weights`: the
     channels of each pair that the CPU computes, from 0 on. Where x is not normed yet, `norm` has
     the gain and the scales of the rows. With `whole` the CPU takes whole experts, and `taken` gets
-    the ids of the pairs that are left, -1 for the others."""
+    the ids of the pairs that are left, -1 for the others. `guess`: what is prefetched."""
     rows, top_k = ids.shape
     bell = share.bell
     assert rows <= bell.max_rows and rows * top_k <= bell.max_pairs and PAIR_WORDS == 4
     assert taken.shape == weights.shape and inner % GROUP == 0
     gain, scales = (x, x) if norm is None else norm
     width = x.shape[1]
+    state = share.state if guess is None else guess.state
+    tiles = 1 if guess is None else state.numel() - HEAD.value
     _ring[(rows,)](
-        x, gain, scales, ids, weights, tiers, share.table, taken, share.state, share.clock,
+        x, gain, scales, ids, weights, tiers, share.table, taken, share.state, share.clock, state,
         bell.rung, bell.job, bell.pairs, bell.x, layer,
         COUNT=rows, TOP_K=top_k, STRIDE=weights.shape[1],
         PAIRS=triton.next_power_of_2(rows * top_k), INNER=inner, WIDTH=width,
         WIDE=triton.next_power_of_2(width), NORM=norm is not None, WHOLE=whole,
+        GUESSED=guess is not None, TILES=tiles, ALL=triton.next_power_of_2(tiles), UNIT=GROUP,
         **_launch(dependent), num_warps=4 if rows * top_k <= 128 else 8,
     )  # fmt: skip
 
@@ -253,12 +273,18 @@ def await_cpu(hidden: Tensor, share: ShareState, limit_ns: int, dependent: bool 
 
 
 def taken_torch(
-    ids: Tensor, tiers: Tensor, table: Tensor, inner: int, whole: bool = False
-) -> Tensor:
+    ids: Tensor, tiers: Tensor, table: Tensor, inner: int, whole: bool = False,
+    guess: LayerGuess | None = None,
+) -> Tensor:  # fmt: skip
     """The plain twin of what `ring` decides: int32 [T, K]."""
     missing = [expert for expert in ids.flatten().tolist() if tiers[expert]]
-    order = list(dict.fromkeys(missing))
-    total = int(table[len(order)])
+    order, copied = list(dict.fromkeys(missing)), 0
+    if guess is not None and (expert := int(guess.state[GUESS.value])) in order:
+        order.remove(expert)
+        order.append(expert)
+        ready = guess.state[HEAD.value :] == guess.state[TURN.value]
+        copied = int(ready.sum()) * TILE.value * 2 // 3
+    total = int(table[(len(order) * inner - copied) // GROUP])
     if whole:
         total = (total + inner // 2) // inner * inner
     own = {e: min(max(total - rank * inner, 0), inner) for rank, e in enumerate(order)}

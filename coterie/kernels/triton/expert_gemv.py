@@ -34,6 +34,16 @@ from coterie.kernels.triton.gemv import (
     times_x,
 )
 from coterie.kernels.triton.int4_rows import int4_pair_down, int4_pair_gate_up
+from coterie.kernels.triton.link_prefetch import (
+    CHOSEN,
+    GUESS,
+    HEAD,
+    SUMS,
+    TILE,
+    TURN,
+    LayerGuess,
+    is_copied,
+)
 
 
 @triton.jit
@@ -69,13 +79,15 @@ def _rank_and_store(
 
 @triton.jit
 def _route(
-    x, gain, gate, places, penalty, logits, counts, ids, chosen, weights, norms, eps,
+    x, gain, gate, places, penalty, logits, counts, ids, chosen, weights, norms, state, eps,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr,
-    SCALE: tl.constexpr, EQUAL: tl.constexpr, PENALTY: tl.constexpr, PDL: tl.constexpr,
+    SCALE: tl.constexpr, EQUAL: tl.constexpr, PENALTY: tl.constexpr, GUESSED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Gate logits of rms_norm(x[t]) * gain, and their top-k by the last program of each row.
-    norms[t]: the norm's scale, which `gate_up` needs. counts[t] is 0 before and after."""
+    norms[t]: the norm's scale, which `gate_up` needs. counts[t] is 0 before and after. With GUESSED
+    `link_prefetch` ends what it does for this layer."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < EXPERTS
     if PDL:
@@ -87,6 +99,9 @@ def _route(
     if PDL:
         gdc_wait()
     at = tl.program_id(1).to(tl.int64)
+    if GUESSED:
+        # at the beginning: what is on its way arrives before `gate_up` reads
+        tl.store(state + CHOSEN, tl.load(state + TURN))
     total, squares = times_x(tile, tile, x + at * WIDTH, gain, ROWS, WIDTH, WIDE, 0, True)
     scale = tl.rsqrt(squares / WIDTH + eps)
     tl.store(logits + at * EXPERTS + row, total * scale, mask=live)
@@ -100,6 +115,55 @@ def _route(
             weights + at * TOP_K,
             EXPERTS, PADDED, TOP_K, NORMALISE, SCALE, EQUAL, PENALTY,
         )  # fmt: skip
+
+
+@triton.jit
+def _guess(
+    x, gain, gate, tiers, penalty, logits, count, ids, own, state, sums, told,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+    CHOICES: tl.constexpr, MANY: tl.constexpr, TILES: tl.constexpr, ALL: tl.constexpr,
+    SUMS: tl.constexpr, OWN: tl.constexpr, PENALTY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The best expert of the next layer's gate for x that is not on the device, by the last
+    program. The scale of the norm changes no order. With OWN it counts what the guess of this layer
+    (`own`), which chose `ids`, was good for. Grid: experts."""
+    row = tl.program_id(0) + tl.arange(0, 1)
+    if PDL:
+        gdc_launch_dependents()
+    tile, _ = request_rows(gate, gate, row, row < EXPERTS, WIDTH, WIDE, 0, WIDTH == WIDE)
+    total, _ = times_x(tile, tile, x, gain, 1, WIDTH, WIDE, 0, True)
+    tl.store(logits + row, total)
+    tl.debug_barrier()
+    before = tl.atomic_add(count, 1, sem="acq_rel")
+    if before == EXPERTS - 1:
+        tl.store(count, 0)
+        e = tl.arange(0, PADDED)
+        missing = tl.load(tiers + e, mask=e < EXPERTS, other=0) != 0
+        v = tl.load(logits + e, mask=missing, other=-float("inf"), cache_modifier=".cg")
+        if PENALTY:
+            absent = tl.load(penalty + e, mask=missing, other=-2.0) < 0
+            v = tl.where(absent, -float("inf"), v)
+        found = tl.where(tl.max(v, 0) > -float("inf"), tl.argmax(v, 0), -1)
+        tl.store(state + GUESS, found)
+        tl.store(state + TURN, tl.load(state + TURN) + 1)
+        if OWN:
+            at = tl.arange(0, MANY)
+            chosen = tl.load(ids + at, mask=at < CHOICES, other=-2)
+            right = tl.max((chosen == tl.load(own + GUESS)).to(tl.int32), 0)
+            tiles = tl.arange(0, ALL)
+            copied = tl.load(own + HEAD + tiles, mask=tiles < TILES, other=0)
+            ready = tl.sum(((copied == tl.load(own + TURN)) & (tiles < TILES)).to(tl.int32), 0)
+            made = (tl.load(own + GUESS) >= 0).to(tl.int32)
+            word = tl.arange(0, SUMS)
+            more = tl.where(word == 0, made, tl.where(word == 1, right, 0)).to(tl.int64)
+            more += tl.where(word == 3 - right, ready * made, 0)
+            more += tl.load(sums + word)
+            tl.store(sums + word, more)
+            tl.store(told + word, more)
+    if PDL:
+        # only now: this kernel's inputs were there when it started, because the one before it
+        # waited before it let this one start
+        gdc_wait()
 
 
 @triton.jit
@@ -170,16 +234,18 @@ def _choose_rows(
 
 @triton.jit
 def _gate_up_tile(
-    x, gain, norms, chosen, pool, pool_scales, out, pair, first,
+    x, gain, norms, chosen, pool, pool_scales, out, pair, first, ids, state, copied,
     SCALES_AT: tl.constexpr, UNIT: tl.constexpr, SCALE_UNIT: tl.constexpr,
     TOP_K: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
     PADDED: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    GUESSED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS channels of `_pair_gate_up`."""
     row = first + tl.arange(0, ROWS)
     live = row < INNER
     place = tl.load(chosen + pair, cache_modifier=".cg")
+    if GUESSED:
+        place = tl.where(is_copied(state, tl.load(ids + pair), first), copied, place)
     weight = pool + place * UNIT
     scales = pool_scales + (place * SCALE_UNIT + SCALES_AT)
     EVEN: tl.constexpr = WIDTH == PADDED and INNER % ROWS == 0
@@ -203,14 +269,14 @@ def _gate_up_tile(
 
 @triton.jit
 def _pair_gate_up(
-    x, gain, norms, chosen, taken, pool, pool_scales, out,
+    x, gain, norms, chosen, taken, pool, pool_scales, out, ids, state, copied,
     SCALES_AT: tl.constexpr, UNIT: tl.constexpr, SCALE_UNIT: tl.constexpr,
     PAIRS: tl.constexpr, TOP_K: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
     PADDED: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
-    TAKEN: tl.constexpr, PDL: tl.constexpr,
+    TAKEN: tl.constexpr, GUESSED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair, i] = silu(gate) * up of x[pair // TOP_K]; with NORM x is not normed yet. With TAKEN
-    tiles of channels below taken[pair] are left out."""
+    tiles of channels below taken[pair] are left out; with GUESSED some may be at place `copied`."""
     program = tl.program_id(0)
     pair = program % PAIRS
     first = (program // PAIRS) * ROWS
@@ -222,12 +288,14 @@ def _pair_gate_up(
     if TAKEN:
         if first + ROWS > tl.load(taken + pair, cache_modifier=".cg"):
             _gate_up_tile(
-                x, gain, norms, chosen, pool, pool_scales, out, pair, first, SCALES_AT, UNIT,
-                SCALE_UNIT, TOP_K, INNER, WIDTH, PADDED, ROWS, KIND, NORM, PDL)
+                x, gain, norms, chosen, pool, pool_scales, out, pair, first, ids, state, copied,
+                SCALES_AT, UNIT, SCALE_UNIT, TOP_K, INNER, WIDTH, PADDED, ROWS, KIND, NORM, GUESSED,
+                PDL)
     else:
         _gate_up_tile(
-            x, gain, norms, chosen, pool, pool_scales, out, pair, first, SCALES_AT, UNIT,
-            SCALE_UNIT, TOP_K, INNER, WIDTH, PADDED, ROWS, KIND, NORM, PDL)
+            x, gain, norms, chosen, pool, pool_scales, out, pair, first, ids, state, copied,
+            SCALES_AT, UNIT, SCALE_UNIT, TOP_K, INNER, WIDTH, PADDED, ROWS, KIND, NORM, GUESSED,
+            PDL)
     # fmt: on
 
 
@@ -460,17 +528,51 @@ def _launch(dependent: bool) -> dict[str, Any]:
 def route(
     x: Tensor, gain: Tensor, eps: float, gate: Tensor, rule: GateRule, penalty: Tensor | None,
     places: Tensor, scratch: tuple[Tensor, Tensor], out: RoutedRows, dependent: bool = False,
+    guess: LayerGuess | None = None,
 ) -> None:  # fmt: skip
     """The experts of rms_norm(x [T, D]) * gain. `scratch`: logits fp32 [T, E], and zeros int32 [T]
-    which stay zeros. Rules with groups are not supported."""
+    which stay zeros. Rules with groups are not supported. `guess`: what was prefetched for them."""
     experts, width = gate.shape
     logits, counts = scratch
     _route[(experts, len(x))](
         x, gain, gate, places, gate if penalty is None else penalty, logits, counts,
-        out.ids, out.places, out.weights, out.norms, eps,
-        WIDTH=width, WIDE=triton.next_power_of_2(width), ROWS=1,
+        out.ids, out.places, out.weights, out.norms, counts if guess is None else guess.state, eps,
+        WIDTH=width, WIDE=triton.next_power_of_2(width), ROWS=1, GUESSED=guess is not None,
         **_rule(rule, experts, penalty), **_launch(dependent), num_warps=4,
     )  # fmt: skip
+
+
+def guess_next(
+    x: Tensor, gain: Tensor, gate: Tensor, tiers: Tensor, penalty: Tensor | None,
+    scratch: tuple[Tensor, Tensor], ids: Tensor, own: LayerGuess | None, guess: LayerGuess,
+    dependent: bool = False,
+) -> None:  # fmt: skip
+    """Guess an expert of the next layer, which has these `gain` and `gate`, for the first row of
+    x, and which is not on the device (`tiers` int8 [E] not 0). `scratch`: logits fp32 [E], and a
+    zero int32 [1] which stays zero. `ids`: what this layer has chosen, whose guess was `own`.
+    With `dependent` the kernel in front of it must wait before it lets this one start."""
+    experts, width = gate.shape
+    tiles = guess.state.numel() - HEAD.value
+    logits, count = scratch
+    _guess[(experts,)](
+        x, gain, gate, tiers, gate if penalty is None else penalty, logits, count, ids,
+        guess.state if own is None else own.state, guess.state, guess.sums, guess.told,
+        WIDTH=width, WIDE=triton.next_power_of_2(width), EXPERTS=experts,
+        PADDED=triton.next_power_of_2(experts), CHOICES=ids.numel(),
+        MANY=triton.next_power_of_2(ids.numel()), TILES=tiles, ALL=triton.next_power_of_2(tiles),
+        SUMS=SUMS, OWN=own is not None, PENALTY=penalty is not None, **_launch(dependent),
+        num_warps=4,
+    )  # fmt: skip
+
+
+def guess_torch(
+    x: Tensor, gain: Tensor, gate: Tensor, tiers: Tensor, penalty: Tensor | None
+) -> int:
+    """The plain twin of what `guess_next` guesses; -1: all are on the device."""
+    logits = (x[0].float() * gain.float()) @ gate.float().T
+    possible = tiers != 0 if penalty is None else (tiers != 0) & (penalty >= 0)
+    logits[~possible] = -float("inf")
+    return int(logits.argmax()) if possible.any() else -1
 
 
 def choose(
@@ -501,21 +603,27 @@ def on_tensor_cores(x: Tensor, pool: ExpertPool) -> bool:
 def pair_gate_up(
     x: Tensor, routed: RoutedRows, pool: ExpertPool, out: Tensor, sizes: PairSizes,
     gain: Tensor | None = None, dependent: bool = False, taken: Tensor | None = None,
+    guess: LayerGuess | None = None,
 ) -> None:  # fmt: skip
     """out [T * K, I] = silu(gate) * up. With `gain` x is not normed yet. `taken` int32 [T, K]: the
-    channels of each pair below it are left out; in whole groups of 32."""
+    channels of each pair below it are left out; in whole groups of 32. `guess`: of one expert tiles
+    may be prefetched."""
     if on_tensor_cores(x, pool):
         norm = None if gain is None else (gain, routed.norms)
         own = pool.views()[0], pool.record, out, norm, dependent, taken
-        int4_pair_gate_up(x, routed.places, *own)
+        prefetched = None if guess is None else (routed.ids, guess.state, guess.place)
+        int4_pair_gate_up(x, routed.places, *own, prefetched)
         return
     matrices, scales, shape = pool.views()
     pairs, rows = routed.ids.numel(), sizes.gate_up_rows
     tiles = triton.cdiv(pool.record.intermediate, rows)
     assert taken is None or GROUP % rows == 0
+    assert guess is None or TILE.value % rows == 0
+    state, copied = (routed.ids, 0) if guess is None else (guess.state, guess.place)
     _pair_gate_up[(tiles * pairs,)](
         x, x if gain is None else gain, routed.norms, routed.places,
-        routed.ids if taken is None else taken, matrices, scales, out, TAKEN=taken is not None,
+        routed.ids if taken is None else taken, matrices, scales, out, routed.ids, state, copied,
+        TAKEN=taken is not None, GUESSED=guess is not None,
         SCALES_AT=pool.at(pool.record.gate_up_scales_at, scales=True),
         PAIRS=pairs, TOP_K=routed.ids.shape[1],
         PADDED=triton.next_power_of_2(pool.record.hidden), ROWS=rows, NORM=gain is not None,

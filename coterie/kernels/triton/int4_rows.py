@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
 from coterie.kernels.device_record import UNIT_BYTES, DeviceRecord
+from coterie.kernels.triton.link_prefetch import GUESS, HEAD, TILE, TURN
 
 WORD_BYTES = 4
 # rows of a matrix that one program has
@@ -332,17 +333,36 @@ def _normed(x, gain, group, WIDTH: gl.constexpr, W: gl.constexpr, NORM: gl.const
 
 
 @gluon.jit
+def _is_copied(state, expert, first):
+    """As `link_prefetch.is_copied`."""
+    turn = gl.load(state + TURN)
+    flag = gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.u32 $0, [$1];",
+        "=r,l",
+        [(state + (HEAD + first // TILE)).to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return (expert == gl.load(state + GUESS)) & (flag == turn)
+
+
+@gluon.jit
 def _gate_up_tile(
-    x, gain, norms, chosen, pool, out, pair, first,
+    x, gain, norms, chosen, pool, out, pair, first, ids, state, copied,
     SCALES_AT: gl.constexpr, UNIT: gl.constexpr, TOP_K: gl.constexpr,
     INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, NORM: gl.constexpr,
-    LINK: gl.constexpr, PDL: gl.constexpr,
+    LINK: gl.constexpr, GUESSED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """16 rows of `_int4_pair_gate_up`."""
     SUMS: gl.constexpr = _sum_layout(WARPS)
     at = (pair // TOP_K).to(gl.int64)
     own = x + at * (WIDTH // 2)
-    place = gl.load(chosen + pair, cache_modifier=".cg") * UNIT
+    place = gl.load(chosen + pair, cache_modifier=".cg")
+    if GUESSED:
+        expert = gl.load(ids + pair, cache_modifier=".cg")
+        place = gl.where(_is_copied(state, expert, first), copied, place)
+    place = place * UNIT
     gates = pool + place
     gate_scales = pool + (place + SCALES_AT)
     ups = gates + INNER * (WIDTH // 8)
@@ -397,14 +417,14 @@ def _gate_up_tile(
 
 @gluon.jit
 def _int4_pair_gate_up(
-    x, gain, norms, chosen, taken, pool, out,
+    x, gain, norms, chosen, taken, pool, out, ids, state, copied,
     SCALES_AT: gl.constexpr, UNIT: gl.constexpr, TOP_K: gl.constexpr,
     INNER: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, NORM: gl.constexpr,
-    TAKEN: gl.constexpr, PDL: gl.constexpr,
+    TAKEN: gl.constexpr, GUESSED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out[pair, i] = silu(gate) * up of x[pair // TOP_K]; with NORM x is not normed yet. x and gain
-    are words of two columns. With TAKEN rows below taken[pair] are left out. Grid: (pairs, tiles of
-    rows)."""
+    are words of two columns. With TAKEN rows below taken[pair] are left out; with GUESSED some may
+    be at place `copied`. Grid: (pairs, tiles of rows)."""
     pair = gl.program_id(0)
     first = gl.program_id(1) * 16
     if PDL:
@@ -415,12 +435,12 @@ def _int4_pair_gate_up(
     if TAKEN:
         if first >= gl.load(taken + pair, cache_modifier=".cg"):
             _gate_up_tile(
-                x, gain, norms, chosen, pool, out, pair, first,
-                SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS, NORM, TAKEN, PDL)
+                x, gain, norms, chosen, pool, out, pair, first, ids, state, copied,
+                SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS, NORM, TAKEN, GUESSED, PDL)
     else:
         _gate_up_tile(
-            x, gain, norms, chosen, pool, out, pair, first,
-            SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS, NORM, TAKEN, PDL)
+            x, gain, norms, chosen, pool, out, pair, first, ids, state, copied,
+            SCALES_AT, UNIT, TOP_K, INNER, WIDTH, WARPS, NORM, TAKEN, GUESSED, PDL)
     # fmt: on
 
 
@@ -672,14 +692,17 @@ def _words(x: Tensor) -> Tensor:
 def int4_pair_gate_up(
     x: Tensor, places: Tensor, pool: Tensor, record: DeviceRecord, out: Tensor,
     norm: tuple[Tensor, Tensor] | None = None, dependent: bool = False,
-    taken: Tensor | None = None,
+    taken: Tensor | None = None, prefetched: tuple[Tensor, Tensor, int] | None = None,
 ) -> None:  # fmt: skip
     """out [T * K, I] = silu(gate) * up of the experts at `places` [T, K] of the pool, int32. Where
     x is not normed yet, `norm` has the gain and the scales of the rows [T]. `taken` int32 [T, K]:
-    the channels of each pair below it are left out; in whole groups of 32."""
+    the channels of each pair below it are left out; in whole groups of 32. `prefetched`: the
+    experts' ids, and the state and place of a `link_prefetch.LayerGuess`."""
     gain, scales = (x, x) if norm is None else norm
+    ids, state, copied = prefetched or (places, places, 0)
     _int4_pair_gate_up[(places.numel(), triton.cdiv(record.intermediate, ROWS))](
         _words(x), _words(gain), scales, places, places if taken is None else taken, pool, out,
+        ids, state, copied, GUESSED=prefetched is not None,
         SCALES_AT=record.gate_up_scales_at // WORD_BYTES, UNIT=UNIT_BYTES // WORD_BYTES,
         TOP_K=places.shape[1], INNER=record.intermediate, WIDTH=record.hidden,
         NORM=norm is not None, TAKEN=taken is not None, **_launch(GATE_UP_WARPS, dependent),

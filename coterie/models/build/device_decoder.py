@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from coterie.kernels.decoder import DecoderLayer, DecoderShape
     from coterie.kernels.patch import Segment
     from coterie.kernels.triton.expert_groups import ExpertScratch
+    from coterie.kernels.triton.link_prefetch import LayerGuess
     from coterie.models.build.layers import EmbeddingAndHead
     from coterie.models.build.moe import MoeLayer
     from coterie.moe.runtime.device_pool import DevicePool
@@ -138,11 +139,17 @@ class DeviceDecoder:
         device = norm.device
         # start each kernel before the last has ended
         self.dependent = launches_early(device)
-        # of a gate: logits, and a counter that is zero between kernels
+        # of a gate: logits, and a counter that is zero between kernels; the last for guesses
         self._gate_scratch = (
-            torch.empty((FEW_ROWS, max(map(len, self._gates.values()), default=1)), device=device),
-            torch.zeros(FEW_ROWS, dtype=torch.int32, device=device),
+            torch.empty(
+                (FEW_ROWS + 1, max(map(len, self._gates.values()), default=1)), device=device
+            ),
+            torch.zeros(FEW_ROWS + 1, dtype=torch.int32, device=device),
         )
+        self._by_row = [layer.index for layer in moe_layers]
+        # copies of what is read ahead; and whether a step has given it some
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._is_forked = False
         # of attention
         self._counts = torch.zeros(MAX_ROWS * shape.num_kv_heads, dtype=torch.int32, device=device)
 
@@ -197,7 +204,10 @@ class DeviceDecoder:
         if decodes and patches is None and len(x) <= few:
             hidden = self._run_few(x, batch, kv, pool, routed)
             if len(x) == 1:
-                return self._one_head(hidden), routed
+                logits = self._one_head(hidden)
+                self._join()
+                return logits, routed
+            self._join()
             normed = add_norm(hidden, None, self._norm, self._shape.eps)
         elif decodes and patches is not None and len(x) == 1 and self._fits_one(patches):
             return self._run_one_patched(x, batch, kv, pool, routed, patches), routed
@@ -569,6 +579,7 @@ class DeviceDecoder:
         logits = torch.empty((1, self._head.count), dtype=torch.float32, device=device)
         size = gemv_size(self._head)
         gemv.norm_product(x, self._norm, eps, self._head, logits, size, None, early)
+        self._join()
         return logits
 
     def _experts(self, x: Tensor, index: int, pool: DevicePool, routed: Tensor) -> None:
@@ -579,21 +590,26 @@ class DeviceDecoder:
         # with the parts of a shared expert behind the chosen ones
         both = self._with_shared(index, own)
         chosen = routed_rows(routed[row]) if both is None else replace(both, ids=routed[row])
+        ahead = None if both is not None or index in self._shared else pool.prefetch
+        guess = None if ahead is None or row == 0 else ahead.layer(row)
         expert_gemv.route(
             x, layer.norm, self._shape.eps, self._gates[index], rule, penalty, own.places,
-            self._gate_scratch, chosen, early,
+            self._gate_scratch, chosen, early, guess,
         )  # fmt: skip
         early = not place_missing(pool, row, chosen) and early
         sizes, inner = pair_sizes(own.record), own.record.intermediate
         share, taken = layer_share(pool, row, len(x)), None
         if share is not None:
             norm = layer.norm, chosen.norms
-            taken = share.ring(x, routed[row], chosen.weights, norm, early)
+            taken = share.ring(x, routed[row], chosen.weights, norm, early, guess)
         chosen = both or chosen
         acts = torch.empty((chosen.places.numel(), inner), dtype=x.dtype, device=x.device)
-        expert_gemv.pair_gate_up(x, chosen, own, acts, sizes, layer.norm, early, taken)
+        expert_gemv.pair_gate_up(x, chosen, own, acts, sizes, layer.norm, early, taken, guess)
+        goes_on = ahead is not None and self._guess_next(x, row, chosen.ids, pool, guess, early)
         if both is not None or index not in self._shared:
             expert_gemv.pair_down(acts, chosen, own, x, sizes, dependent=early, taken=taken)
+            if goes_on:
+                self._prefetch(pool, row + 1)
             if share is not None:
                 share.add(x, early)
             return
@@ -606,6 +622,46 @@ class DeviceDecoder:
         gemv.product_add(inside, down, x, gemv_size(down), early)
         if share is not None:
             share.add(x, early)
+
+    def _guess_next(
+        self,
+        x: Tensor,
+        row: int,
+        ids: Tensor,
+        pool: DevicePool,
+        own: LayerGuess | None,
+        early: bool,
+    ) -> bool:
+        """Guess an expert of the layer behind number `row`, if there is one that has experts."""
+        index = self._by_row[row] + 1
+        if index not in self._moe or pool.prefetch is None:
+            return False
+        layer = self._moe[index][1]
+        assert layer.norm is not None
+        logits, counts = self._gate_scratch
+        expert_gemv.guess_next(
+            x, layer.norm, self._gates[index], pool.tiers[row + 1], layer.gate.penalty(x.device),
+            (logits[-1], counts[-1:]), ids, own, pool.prefetch.layer(row + 1), early,
+        )  # fmt: skip
+        return True
+
+    def _prefetch(self, pool: DevicePool, row: int) -> None:
+        """Read the guess of layer number `row` ahead, beside what this stream is given from now
+        on."""
+        assert pool.prefetch is not None
+        if self._beside is None:
+            pool.prefetch.start(row, pool.places[row])
+            return
+        self._beside.wait_stream(torch.cuda.current_stream(self._norm.device))
+        with torch.cuda.stream(self._beside):
+            pool.prefetch.start(row, pool.places[row])
+        self._is_forked = True
+
+    def _join(self) -> None:
+        """Behind a step: whatever runs beside it has ended before what comes next."""
+        if self._beside is not None and self._is_forked:
+            torch.cuda.current_stream(self._norm.device).wait_stream(self._beside)
+            self._is_forked = False
 
     def _with_shared(
         self, index: int, own: expert_gemv.ExpertPool

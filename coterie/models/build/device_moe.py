@@ -28,6 +28,7 @@ from coterie.moe.runtime.cpu_share import LIMIT_NS
 if TYPE_CHECKING:
     from coterie.kernels.batch import AttentionBatch
     from coterie.kernels.device_record import DeviceRecord
+    from coterie.kernels.triton.link_prefetch import LayerGuess
     from coterie.models.build.layers import GatedMlp
     from coterie.models.build.moe import Backbone, MoeLayer
     from coterie.moe.runtime.cpu_share import CpuShare
@@ -94,11 +95,13 @@ class LayerShare:
         weights: Tensor,
         norm: tuple[Tensor, Tensor] | None = None,
         dependent: bool = False,
+        guess: LayerGuess | None = None,
     ) -> Tensor:
         """What the CPU takes of each pair. Arguments: see `cpu_share.ring`."""
         taken, inner = self._share.room(tuple(weights.shape)), self._share.record.intermediate
         state = self._share.state
-        ring(x, ids, weights, self._tiers, self._row, inner, state, taken, norm, dependent)
+        own = self._tiers, self._row, inner, state, taken
+        ring(x, ids, weights, *own, norm, dependent, guess=guess)
         return taken
 
     def ring_whole(self, x: Tensor, routed: kernels.RoutedRows) -> kernels.RoutedRows:

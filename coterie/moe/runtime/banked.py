@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from coterie.kernels.device_record import UNIT_BYTES, device_record
@@ -24,14 +25,17 @@ from coterie.moe.dispatch.table import has_victim_rule
 from coterie.moe.runtime.bank_uploads import BankUploads, Loads
 from coterie.moe.runtime.cpu_share import open_share
 from coterie.moe.runtime.device_pool import DevicePool, PlaceTable, ResidentExperts
+from coterie.moe.runtime.layer_stream import buffer_slots
 from coterie.moe.runtime.prompt_stream import PromptStream
 from coterie.moe.runtime.step import first_uses
+from coterie.moe.runtime.tiers import MemoryArena
 from coterie.moe.runtime.usage import UsageTally
 from coterie.moe.runtime.waiting_loads import WaitingLoads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from coterie.kernels.triton.link_prefetch import LinkPrefetch
     from coterie.moe.dispatch.base import Strategy
     from coterie.moe.runtime.bank_fill import BankFill
     from coterie.moe.runtime.cpu_share import CpuShare
@@ -82,6 +86,8 @@ class BankedExperts:
         self._victims: StepVictims | None = None
         # computes a part, if the pool has it
         self._share: CpuShare | None = None
+        # what the prefetches tell the host
+        self._told: MemoryArena | None = None
         self.prompts: PromptStream | None = None
         if parts.device.buffers:
             self.prompts = PromptStream(geometry, known, parts.device, self._table, bank)
@@ -94,11 +100,31 @@ class BankedExperts:
         # steps may be captured from now on, and contain what belongs to the pool by then
         self._share = open_share(self._bank, self._geometry, self.pool.records)
         victims = self._step_victims() if self._tier.device.type == "cuda" else None
-        self.pool = replace(self.pool, share=self._share, victims=victims)
+        self.pool = replace(
+            self.pool,
+            share=self._share,
+            victims=victims,
+            prefetch=self._open_prefetch() if victims is None else None,
+        )
         fill.wait(wait_s)
         with fill.paused():
             self._measure_link()
         self.loading_pool()
+
+    def _open_prefetch(self) -> LinkPrefetch | None:
+        """Where the tier has a buffer for it, behind those of prompts."""
+        tier, (record, *others) = self._tier, self.pool.records.values()
+        first = tier.num_slots + buffer_slots(self._geometry)
+        same = all(each == record for each in others)
+        if tier.num_slots + tier.buffers <= first or not same:
+            return None
+        from coterie.kernels.triton.link_prefetch import SUMS, LinkPrefetch
+
+        buffer = tier.arena[first * tier.slot_bytes :][: tier.slot_bytes]
+        self._told = MemoryArena(8 * SUMS, pinned=tier.device.type == "cuda")
+        told = self._told.view(0, 8 * SUMS).view(torch.int64)
+        layers = len(self._geometry.layers)
+        return LinkPrefetch.new(self.pool.arena, buffer, record, layers, told)
 
     def _measure_link(self) -> None:
         """The bank need not be full: rates do not depend on what is read."""
@@ -122,7 +148,7 @@ class BankedExperts:
         if self._fill is None:
             return None
         if not self._fill.is_complete:
-            return replace(self.pool, share=None, victims=None, loading=self._fill)
+            return replace(self.pool, share=None, victims=None, prefetch=None, loading=self._fill)
         self._fill.close()
         self._fill = None
         self._measure_cpu()
@@ -416,6 +442,22 @@ class BankedExperts:
         """What the CPU computes; empty: nothing."""
         return {} if self.pool.share is None else self.pool.share.report()
 
+    def report_prefetch(self) -> Mapping[str, Any]:
+        """What was read ahead, in place of what a host predicts; empty: nothing is."""
+        prefetch = self.pool.prefetch
+        if prefetch is None:
+            return {}
+        guesses, right, _, wasted = prefetch.told.tolist()
+        return {
+            "predictions": guesses,
+            "slot_overlap": right / guesses if guesses else 0.0,
+            "prefetched": guesses,
+            "useful_prefetches": right,
+            "wasted_bytes": wasted * prefetch.tile_bytes,
+            "prefetching": True,
+            "why_off": "",
+        }
+
     def trace(self, demands: StepDemands, trace: Trace) -> None:
         for demand in demands_of(self._geometry.layers, demands):
             trace.record(demand)
@@ -426,6 +468,8 @@ class BankedExperts:
         self._uploads.close()
         if self._share is not None:
             self._share.close()
+        if self._told is not None:
+            self._told.close()
         if self.prompts is not None:
             self.prompts.close()
         self._bank.close()

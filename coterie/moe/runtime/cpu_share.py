@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.core.errors import Unavailable
@@ -64,26 +66,24 @@ class ShareRates:
     link: float
     cpu: float
 
-    def split(self, channels: int, channel_bytes: float) -> int:
-        """Of so many channels, those for the CPU: both end together, and earlier than the better
-        one would alone."""
-        by_link, by_cpu = channel_bytes / self.link, channel_bytes / self.cpu
-        both = int((channels * by_link + _LAYER_S - _JOB_S) / (by_link + by_cpu))
-        below = max(0, both) // GROUP * GROUP
+    def table(self, experts: int, record: DeviceRecord) -> NDArray[np.int32]:
+        """Channels for the CPU by the number of missing ones of so many experts, in groups: both
+        end together, and earlier than the better one would alone."""
+        channels = np.arange(experts * record.intermediate // GROUP + 1) * GROUP
+        each = record.nbytes / record.intermediate
+        by_link, by_cpu = each / self.link, each / self.cpu
 
-        def seconds(own: int) -> float:
-            if own == 0:
-                return channels * by_link + _LAYER_S
-            return max((channels - own) * by_link + _LAYER_S, own * by_cpu + _JOB_S)
+        def seconds(own: NDArray[np.int64]) -> NDArray[np.float64]:
+            link = (channels - own) * by_link + _LAYER_S
+            return np.where(own > 0, np.maximum(link, own * by_cpu + _JOB_S), link)
 
-        own = min((0, below, below + GROUP, channels), key=lambda n: (n > channels, seconds(n)))
-        return own if seconds(0) - seconds(own) >= _LEAST_GAIN_S else 0
-
-    def table(self, experts: int, record: DeviceRecord) -> list[int]:
-        """Channels for the CPU by the number of missing experts, 0 to `experts`."""
-        inner = record.intermediate
-        each = record.nbytes / inner
-        return [self.split(count * inner, each) for count in range(experts + 1)]
+        both = (channels * by_link + _LAYER_S - _JOB_S) / (by_link + by_cpu)
+        below = np.clip(both, 0, None).astype(np.int64) // GROUP * GROUP
+        tried = np.stack([np.minimum(own, channels) for own in (below, below + GROUP, channels)])
+        best = tried[np.argmin([seconds(own) for own in tried], axis=0), np.arange(len(channels))]
+        gain = seconds(np.zeros_like(channels)) - seconds(best)
+        found: NDArray[np.int32] = np.where(gain >= _LEAST_GAIN_S, best, 0).astype(np.int32)
+        return found
 
 
 class CpuShare:
@@ -100,7 +100,8 @@ class CpuShare:
         sizes = self.max_rows, self.max_rows * top_k, record.hidden
         self._arena = MemoryArena(ShareBell.nbytes(*sizes), pinned=device.type == "cuda")
         self._bell = ShareBell(self._arena.view(0, ShareBell.nbytes(*sizes)), *sizes)
-        self.state: ShareState = ShareState.new(self._bell, geometry.num_experts, device)
+        channels = geometry.num_experts * record.intermediate
+        self.state: ShareState = ShareState.new(self._bell, channels, device)
         layers = []
         for layer in geometry.layers:
             present = set(geometry.present(layer))
@@ -131,7 +132,7 @@ class CpuShare:
         self.rates = self.measured = ShareRates(link_rate, cpu_rate)
         self._send()
         best = ShareRates(link_rate, max(cpu_rate, link_rate))
-        return cpu_rate > 0 and any(best.table(self._geometry.num_experts, self.record))
+        return cpu_rate > 0 and bool(best.table(self._geometry.num_experts, self.record).any())
 
     @torch.inference_mode()
     def _measure(self, limit_s: float = float("inf")) -> float:
@@ -263,8 +264,7 @@ class CpuShare:
         """Behind all steps that were launched."""
         table = torch.zeros(len(self.state.table), dtype=torch.int32)
         if self.rates.cpu > 0:
-            values = self.rates.table(len(table) - 1, self.record)
-            table = torch.tensor(values, dtype=torch.int32)
+            table = torch.from_numpy(self.rates.table(self._geometry.num_experts, self.record))
         self._gives = bool(table.any())
         if self.state.table.is_cuda:
             table = table.pin_memory()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from coterie.kernels.batch import AttentionBatch
     from coterie.kernels.cpu.expert_mlp import RecordTable
     from coterie.kernels.expert_layout import ExpertLayout
+    from coterie.kernels.triton.link_prefetch import LinkPrefetch
     from coterie.moe.runtime.bank_fill import BankFill
     from coterie.moe.runtime.cpu_share import CpuShare
     from coterie.moe.runtime.host_bank import HostBank
@@ -69,6 +70,8 @@ class DevicePool:
     loading: BankFill | None = None
     # brings what a step misses to slots, inside the step
     victims: StepVictims | None = None
+    # reads ahead what is only in the bank, in steps with few rows
+    prefetch: LinkPrefetch | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -82,8 +85,8 @@ class DevicePool:
         if not self.victims.takes(batch):
             return replace(self, victims=None)
         self.victims.begin(batch)
-        # nothing is left for the CPU
-        return replace(self, share=None)
+        # nothing is left for the CPU, or to be read ahead
+        return replace(self, share=None, prefetch=None)
 
     def layer(self, row: int, ids: Tensor | None = None) -> AbstractContextManager[None]:
         """What is enqueued inside reads the experts `ids` (None: any) of the layer with experts

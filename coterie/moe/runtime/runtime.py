@@ -504,6 +504,7 @@ def report(runtime: ExpertRuntime) -> dict[str, Any]:
     asked = total.device_hits + total.prefetch_hits + total.device_misses + total.host_runs
     late = total.device_misses + total.host_runs
     allocated = parts.device.budget_bytes + parts.host_bytes
+    read_ahead = {} if runtime._banked is None else runtime._banked.report_prefetch()
     return {
         "strategy": parts.strategy,
         "asked": parts.asked,
@@ -514,7 +515,7 @@ def report(runtime: ExpertRuntime) -> dict[str, Any]:
         "fallback_rate": late / asked if asked else 0.0,
         "dcu_calls": runtime.update_calls,
         "swaps": runtime.swaps,
-        "prediction": runtime.predictor.report(),
+        "prediction": {**runtime.predictor.report(), **read_ahead},
         "total": total.as_dict(),
         "tiers": {"device": _device(runtime), "host": _host(runtime)},
         "layers": {

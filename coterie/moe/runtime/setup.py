@@ -175,7 +175,9 @@ def _parts_with(
 ) -> RuntimeParts:
     buffers = 0
     if bank is not None:
-        count, buffers = with_buffers(settings, room.tiers.device, buffer_slots(store.geometry))
+        ahead = prefetches_in_place(settings, room.tiers.device)
+        wanted = buffer_slots(store.geometry) + int(ahead)
+        count, buffers = with_buffers(settings, room.tiers.device, wanted)
         room = replace(room, tiers=replace(room.tiers, device=count))
     tiers = room.tiers
     text, why = _fitting_strategy(settings.strategy, store, room)
@@ -298,6 +300,14 @@ def _fitting_strategy(text: str, store: ExpertStore, room: TierAllocation) -> tu
     return runs, why
 
 
+def prefetches_in_place(settings: MoeSettings, slots: int) -> bool:
+    """Whether a device that reads experts where they lie reads some ahead, into a buffer. By itself
+    only where no expert has a slot, which is what was measured: a layer that misses less has less
+    to win, and guesses as long."""
+    asked = settings.predict == "prefetch" or (settings.predict == "auto" and slots == 0)
+    return asked and not settings.deterministic
+
+
 def uses_hints(strategy: Strategy) -> bool:
     """Whether predictions of the next layer's experts change anything that it does."""
     kind = type(strategy)
@@ -316,7 +326,8 @@ def unused_hints(parts: RuntimeParts, few: bool) -> str:
         why = f"{name} moves nothing while it decodes"
     else:
         why = f"{name} takes no guesses; adaptive does"
-    if parts.predict in ("protect", "prefetch"):
+    # what a device then reads ahead by itself is told in the report
+    if parts.predict == "protect" or (parts.predict == "prefetch" and parts.bank is None):
         _log.warning("predict is %s and has no effect: %s", parts.predict, why)
     return why
 

@@ -1,0 +1,172 @@
+"""Triton kernels that use the link while it is idle: between the experts of one layer and those of
+the next, a device attends and routes, and reads nothing from the host's memory.
+
+`expert_gemv.guess` multiplies the first row of a layer's input with the gate of the next: the best
+expert there that is not on the device is that layer's guess. `prefetch` runs beside the kernels
+between the two layers and copies tiles of the guess's gate and up into a buffer, until the gate
+begins. `pair_gate_up` reads the tiles that are complete from the buffer, and all others where they
+lie; if the guess was wrong, nobody reads the buffer. What is computed does not depend on it.
+"""
+
+# Jitted functions are compiled by Triton: their arguments have no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from coterie.kernels.device_record import UNIT_BYTES, DeviceRecord
+
+# channels of a tile: no program of `pair_gate_up` has more
+TILE = tl.constexpr(16)
+# words of a layer: the number of its guess, the guess (-1: none), the number of the guess behind
+# which its gate has begun to choose. The tiles follow: the number of the guess for which each was
+# copied last
+TURN, GUESS, CHOSEN = (tl.constexpr(n) for n in range(3))
+HEAD = tl.constexpr(3)
+# sums over the layers that another with experts follows: guesses, those that were right, tiles
+# copied for these, and for the others
+SUMS = 4
+# programs that copy, and their warps: enough bytes on their way to fill the link
+_PROGRAMS, _WARPS = 8, 16
+# words that a program copies at once
+_WORDS = 4096
+
+# the interpreter has no assembly
+_ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")
+
+
+@triton.jit
+def read_flag(place):
+    """A word that another kernel may be writing; what it wrote before can then be read."""
+    if _ASSEMBLY:
+        found = tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.u32 $0, [$1];",
+            "=r,l",
+            [place.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        found = tl.load(place)
+    return found
+
+
+@triton.jit
+def is_copied(state, expert, first):
+    """Whether the tile with channel `first` of this expert is in the buffer."""
+    turn = tl.load(state + TURN)
+    return (expert == tl.load(state + GUESS)) & (read_flag(state + HEAD + first // TILE) == turn)
+
+
+@triton.jit
+def _prefetch(
+    pool, buffer, places, state,
+    UNIT: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    SCALES_AT: tl.constexpr, SCALES: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """ROWS: words of a tile's rows of gate (or up), of which WORDS are copied at once; SCALES: of
+    their scales."""
+    turn = tl.load(state + TURN)
+    guess = tl.load(state + GUESS)
+    number = tl.program_id(0)
+    goes_on = (guess >= 0) & (read_flag(state + CHOSEN) != turn)
+    source = pool + tl.load(places + tl.maximum(guess, 0)) * UNIT
+    while goes_on & (number < TILES):
+        # the last channels first: the CPU takes the first ones
+        tile = TILES - 1 - number
+        # all is requested before anything is stored
+        if SCALES:
+            column = tl.arange(0, PADDED)
+            known = column < SCALES
+            column += SCALES_AT + tile * SCALES
+            gate_scales = tl.load(source + column, mask=known)
+            up_scales = tl.load(source + column + TILES * SCALES, mask=known)
+        for first in range(0, ROWS, WORDS):
+            at = first + tl.arange(0, WORDS)
+            inside = at < ROWS
+            at += tile * ROWS
+            gate = tl.load(source + at, mask=inside)
+            up = tl.load(source + at + TILES * ROWS, mask=inside)
+            tl.store(buffer + at, gate, mask=inside)
+            tl.store(buffer + at + TILES * ROWS, up, mask=inside)
+        if SCALES:
+            tl.store(buffer + column, gate_scales, mask=known)
+            tl.store(buffer + column + TILES * SCALES, up_scales, mask=known)
+        tl.debug_barrier()
+        tl.atomic_xchg(state + HEAD + tile, turn, sem="release")
+        number += tl.num_programs(0)
+        goes_on = read_flag(state + CHOSEN) != turn
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGuess:
+    """What was prefetched for one layer."""
+
+    # int32 [HEAD + tiles]
+    state: Tensor
+    # int64 [SUMS], on the device and in memory that the host sees
+    sums: Tensor
+    told: Tensor
+    # of the buffer, in units from the pool's beginning
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPrefetch:
+    """The buffer, and the words of all layers."""
+
+    pool: Tensor
+    # of one record
+    buffer: Tensor
+    record: DeviceRecord
+    # int32 [layers, HEAD + tiles]
+    state: Tensor
+    # int64 [SUMS], on the device and in memory that the host sees
+    sums: Tensor
+    told: Tensor
+
+    @classmethod
+    def new(
+        cls, pool: Tensor, buffer: Tensor, record: DeviceRecord, layers: int, told: Tensor
+    ) -> LinkPrefetch:
+        """`buffer`: uint8, of a record's size, which only this uses."""
+        assert record.intermediate % TILE.value == 0 and len(buffer) >= record.nbytes
+        words = HEAD.value + record.intermediate // TILE.value
+        state = torch.zeros((layers, words), dtype=torch.int32, device=buffer.device)
+        state[:, GUESS.value] = -1
+        sums = torch.zeros(SUMS, dtype=torch.int64, device=buffer.device)
+        return cls(pool, buffer, record, state, sums, told)
+
+    @property
+    def tile_bytes(self) -> int:
+        record = self.record
+        scales = record.down_scales_at - record.gate_up_scales_at
+        tiles: int = record.intermediate // TILE.value
+        return (record.gate_up_bytes + scales) // tiles
+
+    def layer(self, row: int) -> LayerGuess:
+        offset = self.buffer.data_ptr() - self.pool.data_ptr()
+        assert offset % UNIT_BYTES == 0
+        return LayerGuess(self.state[row], self.sums, self.told, offset // UNIT_BYTES)
+
+    def start(self, row: int, places: Tensor) -> None:
+        """Copy the guess of layer number `row`, whose experts are at `places` int64 [E]."""
+        record = self.record
+        tiles = record.intermediate // TILE.value
+        rows = record.gate_up_bytes // 4 // (2 * tiles)
+        scales = (record.down_scales_at - record.gate_up_scales_at) // 4 // (2 * tiles)
+        _prefetch[(min(_PROGRAMS, tiles),)](
+            self.pool.view(torch.int32), self.buffer.view(torch.int32), places, self.state[row],
+            UNIT=UNIT_BYTES // 4, TILES=tiles, ROWS=rows,
+            WORDS=min(_WORDS, triton.next_power_of_2(rows)),
+            SCALES_AT=record.gate_up_scales_at // 4, SCALES=scales,
+            PADDED=triton.next_power_of_2(max(1, scales)), num_warps=_WARPS,
+        )  # fmt: skip
