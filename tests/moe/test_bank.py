@@ -260,9 +260,11 @@ def placed_step(
     victims, pool = banked._victims, banked.pool
     assert victims is not None
     rows = np.zeros((len(GEOMETRY.layers), GEOMETRY.num_experts), dtype=np.int64)
+    choices = np.zeros((len(GEOMETRY.layers), live, GEOMETRY.top_k), dtype=np.int32)
     expert_victims.begin(victims.state, torch.tensor([7, 8 if live == 2 else -1]))
     for row, layer in enumerate(GEOMETRY.layers):
         ids = [rng.sample(GEOMETRY.present(layer), GEOMETRY.top_k) for _ in range(2)]
+        choices[row] = ids[:live]
         for expert in (expert for own in ids[:live] for expert in own):
             rows[row, expert] += 1
         for number, slot in expert_victims.place_torch(victims.state, torch.tensor(ids), row):
@@ -272,7 +274,10 @@ def placed_step(
             own.copy_(torch.frombuffer(bytearray(record), dtype=torch.uint8))
             if copied is not None:
                 copied.append(number)
-    return StepDemands(rows, None, "decode", int(victims.step_launched()[-1]))
+    number = int(victims.step_launched()[-1])
+    if live == 1:
+        return StepDemands(rows, None, "decode", number)
+    return StepDemands(rows, np.zeros((live, len(rows), 2), np.int64), "decode", number, choices)
 
 
 def place_in_steps(banked: BankedExperts) -> None:
@@ -331,6 +336,24 @@ def test_what_the_device_places_crosses_the_link_once() -> None:
         assert total.moved_bytes == total.device_misses * RECORD.nbytes
         assert total.host_hits == total.device_misses and total.host_runs == 0
         assert sum(parts.device.evictions.values()) > 30
+
+
+def test_each_request_has_the_hits_of_the_step_that_placed_its_experts() -> None:
+    pytest.importorskip("triton")
+    rng = random.Random()
+    with experts_beside("lru", 5) as (_, banked, _):
+        place_in_steps(banked)
+        for _ in range(20):
+            copied: list[int] = []
+            demands = placed_step(banked, rng, 2, copied)
+            banked.record(banked.pool.experts, demands, 0.01)
+            _, each = banked._telemetry.end_step()
+            assert demands.choices is not None
+            for sequence, own in enumerate(each):
+                chosen = demands.choices[:, sequence] + np.arange(3)[:, None] * 6
+                misses = len(set(chosen.ravel().tolist()) & set(copied))
+                assert own.device_misses == misses
+                assert own.device_hits == 3 * GEOMETRY.top_k - misses
 
 
 def test_pins_and_other_rules_are_left_to_the_host() -> None:

@@ -259,14 +259,17 @@ class DeviceStep:
         self._own = rows == self._sequences
         # a captured step may have padded rows behind its own
         routed = routed[:, :rows]
-        # few rows of several sequences, of which one has a prompt: the device counts too
-        self._is_counted = rows > _COUNTED_ON_HOST or not (self._own or self._sequences == 1)
+        is_placed = pool.victims is not None and pool.victims.takes(batch)
+        # few rows of several sequences, of which one has a prompt: the device counts too. Where it
+        # brings experts to slots, only the host knows which of them it found there.
+        several = not (self._own or self._sequences == 1)
+        self._is_counted = not is_placed and (rows > _COUNTED_ON_HOST or several)
         sent = self._count(routed, batch) if self._is_counted else routed.reshape(-1)
         self._shape = routed.shape
         self._arrived = torch.empty(sent.shape, dtype=torch.int32, pin_memory=sent.is_cuda)
         self._arrived.copy_(sent, non_blocking=True)
         self._placed: Tensor | None = None
-        if pool.victims is not None and pool.victims.takes(batch):
+        if pool.victims is not None and is_placed:
             self._placed = pool.victims.step_launched()
         self._copied = torch.cuda.current_stream(sent.device).record_event()
 
@@ -309,6 +312,7 @@ class DeviceStep:
         if self._sequences == 1:
             return StepDemands(rows, None, self._phase, placed), seconds
         both = np.full((self._sequences, layers, 2), top_k)
+        choices = None if placed is None else arrived.reshape(self._shape)
         if self.pool.bank is not None or not self._own:
             if self._is_counted:
                 both = arrived[layers * experts :].reshape(2, layers, -1).T.astype(np.int64)
@@ -316,7 +320,7 @@ class DeviceStep:
                 # each row is a sequence
                 ids, layer = arrived.reshape(self._shape), np.arange(layers)[:, None, None]
                 both[..., 1] = self.pool.experts.on_device[layer, ids].sum(axis=2).T
-        return StepDemands(rows, both, self._phase, placed), seconds
+        return StepDemands(rows, both, self._phase, placed, choices), seconds
 
 
 def _mask(layer: MoeLayer, geometry: ExpertGeometry) -> None:

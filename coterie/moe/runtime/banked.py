@@ -27,6 +27,7 @@ from coterie.moe.runtime.cpu_share import open_share
 from coterie.moe.runtime.device_pool import DevicePool, PlaceTable, ResidentExperts
 from coterie.moe.runtime.layer_stream import buffer_slots
 from coterie.moe.runtime.prompt_stream import PromptStream
+from coterie.moe.runtime.resident import StepDemands, demands_by_sequence
 from coterie.moe.runtime.step import first_uses
 from coterie.moe.runtime.tiers import MemoryArena
 from coterie.moe.runtime.usage import UsageTally
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from coterie.moe.runtime.bank_fill import BankFill
     from coterie.moe.runtime.cpu_share import CpuShare
     from coterie.moe.runtime.host_bank import HostBank
-    from coterie.moe.runtime.resident import StepDemands
     from coterie.moe.runtime.setup import RuntimeParts
     from coterie.moe.runtime.trace import Trace
     from coterie.moe.runtime.usage import UsageTelemetry
@@ -281,6 +281,9 @@ class BankedExperts:
             served = demands.rows > 0
             for layer, expert in missed:
                 served[self._row[layer], expert] = False
+            if demands.choices is not None:
+                own = demands_by_sequence(demands.choices, range(demands.choices.shape[1]), served)
+                demands = replace(demands, by_sequence=own)
             self._count(replace(found, on_device=served), demands, seconds, placed=True)
             self._uploads.follow(copied)
             victims.followed = number

@@ -34,8 +34,10 @@ class StepDemands:
     by_sequence: NDArray[np.int64] | None
     # "prefill" when any row of the step is prefill, else "decode"
     phase: str = "decode"
-    # of a step in which the device itself brought experts to slots: its number
+    # of a step in which the device itself brought experts to slots: its number, and the choices of
+    # its rows [layers, sequences, k], if there are several
     placed: int | None = None
+    choices: NDArray[np.int32] | None = None
 
 
 class ResidentFinder:
