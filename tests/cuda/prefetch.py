@@ -46,9 +46,9 @@ def _layer(device: str, kind: str) -> str:
         torch.empty(EXPERTS, device=device),
         torch.zeros(1, dtype=torch.int32, device=device),
     )
-    known = x, gain[0], gate, tiers, None
+    known, slots = (x, gain[0], gate, tiers, None), torch.zeros(1, device=device).long()
     ids = torch.arange(TOP_K, dtype=torch.int32, device=device)[None]
-    kernels.guess_next(*known, scratch, ids, None, ahead.layer(1))
+    kernels.guess_next(*known, scratch, ids, None, slots, ahead.layer(1))
     guess = int(ahead.state[1, 1])
     assert guess == kernels.guess_torch(*known), "not the twin's guess"
     beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -80,7 +80,7 @@ def _layer(device: str, kind: str) -> str:
     want = kernels.experts_torch(x, ids, weights, resident)
     error = float((hidden.float() - want).abs().max() / want.abs().max())
     assert error < TOLERANCE[kind], f"error {error:.1e}"
-    kernels.guess_next(*known, scratch, ids, ahead.layer(1), ahead.layer(2))
+    kernels.guess_next(*known, scratch, ids, ahead.layer(1), slots, ahead.layer(2))
     torch.cuda.synchronize()
     assert told.tolist() == [1, 1, tiles // 2, 0], str(told.tolist())
     return f"error {error:.1e}, {tiles} tiles"

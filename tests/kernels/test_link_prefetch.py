@@ -64,6 +64,7 @@ class Ahead:
         self.tiers = (torch.rand(EXPERTS) < 0.7).to(torch.int8)
         self.tiers[torch.randint(EXPERTS, ())] = 1
         self.scratch = torch.empty(EXPERTS), torch.zeros(1, dtype=torch.int32)
+        self.slots = torch.tensor([7, -1])
         self.routed = kernels.RoutedRows.empty(1, TOP_K, "cpu")
         self.routed.weights.copy_(torch.rand(1, TOP_K))
 
@@ -73,7 +74,7 @@ class Ahead:
 
         guess = self.ahead.layer(1)
         known = self.x, self.gain, self.gate, self.tiers, None
-        kernels.guess_next(*known, self.scratch, self.routed.ids, None, guess)
+        kernels.guess_next(*known, self.scratch, self.routed.ids, None, self.slots, guess)
         want = kernels.guess_torch(*known)
         others = [expert for expert in torch.randperm(EXPERTS).tolist() if expert != want]
         chosen = [*others[: TOP_K - 1], want if right else others[-1]]
@@ -153,6 +154,11 @@ def measure(cases: list[str]) -> dict[str, float]:
         # the third layer's guess counts what the second's was good for
         count_before(case, ahead)
         counts["sums"] += ahead.told.tolist() != [1, 1, TILES, 0]
+        # a padded row is no guess
+        case.slots[0] = -1
+        count_before(case, ahead)
+        case.slots[0] = 3
+        counts["sums"] += ahead.told.tolist() != [1, 1, TILES, 0]
         found[kind] = case.layer_error()
         counts["late copies"] += copies_behind_its_gate(case)
         case.choose(right=False)
@@ -169,7 +175,9 @@ def count_before(case: Ahead, ahead: Any) -> None:
     from coterie.kernels.triton import expert_gemv as kernels
 
     known = case.x, case.gain, case.gate, case.tiers, None
-    kernels.guess_next(*known, case.scratch, case.routed.ids, ahead.layer(1), ahead.layer(2))
+    kernels.guess_next(
+        *known, case.scratch, case.routed.ids, ahead.layer(1), case.slots, ahead.layer(2)
+    )
 
 
 def copies_behind_its_gate(case: Ahead) -> bool:

@@ -133,7 +133,7 @@ def shared(name: str) -> tuple[str, dict[str, str], dict[str, Any], dict[str, in
 def ahead(name: str) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
     """What is read ahead over the link."""
     words = ("pool", "buffer", "state", "own", "count", "ids")
-    types = {**dict.fromkeys(words, I32), **dict.fromkeys(("places", "sums", "told"), I64)}
+    types = {**dict.fromkeys(words, I32), **dict.fromkeys(("places", "sums", "told", "slots"), I64)}
     types |= dict.fromkeys(("x", "gain", "gate", "penalty"), BF16)
     types |= {"logits": "*fp32", "tiers": "*i8"}
     copies = {"UNIT": 4, "ROWS": 4096, "WORDS": 4096, "SCALES_AT": 589_824, "SCALES": 1024}
@@ -211,7 +211,11 @@ CASES: dict[str, tuple[Any, tuple[tuple[str, ...], tuple[str, ...]]]] = {
         lambda: rows("_int4_pair_gate_up", TAKEN=True, GUESSED=True),
         BY_LINE,
     ),
-    "prefetch": (lambda: ahead("_prefetch"), WIDENED),
+    # one thread asks whether to go on, and tells the others
+    "prefetch": (
+        lambda: ahead("_prefetch"),
+        ((*WIDENED[0], "ATOMG.E.OR", "LDS"), (*WIDENED[1], "LDG.E.STRONG")),
+    ),
     "guess": (lambda: ahead("_guess"), PLAIN),
     "ring": (lambda: shared("_ring"), (("MEMBAR.ALL.SYS",), ("LDL", "STL"))),
     "await": (lambda: shared("_await_cpu"), (("LDG.E.STRONG.SYS",), ("LDL", "STL"))),

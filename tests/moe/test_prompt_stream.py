@@ -249,8 +249,10 @@ def test_few_rows_read_from_the_bank_and_some_copy_what_is_likely() -> None:
      ("off", 0, False)],
 )  # fmt: skip
 def test_what_a_device_reads_ahead_needs_a_buffer(predict: str, slots: int, ahead: bool) -> None:
-    settings = MoeSettings(predict=predict)
+    settings = MoeSettings("adaptive", predict=predict)
     assert prefetches_in_place(settings, slots) == ahead
+    # it would have nothing to read
+    assert not prefetches_in_place(replace(settings, strategy="layer_grouped:2+lru"), 9)
     assert not prefetches_in_place(replace(settings, deterministic=True), slots)
 
 
@@ -267,7 +269,7 @@ def test_what_was_read_ahead_is_told() -> None:
     assert held.data_ptr() + held.nbytes == prefetch.buffer.data_ptr()
     begin = prefetch.buffer.data_ptr() - tier.arena.data_ptr()
     assert begin + len(prefetch.buffer) == len(tier.arena)
-    assert banked.report_prefetch()["predictions"] == 0
+    assert banked.report_prefetch() == {"why_off": "no step has guessed"}
     prefetch.told.copy_(torch.tensor([8, 6, 9, 2]))
     told = banked.report_prefetch()
     assert (told["predictions"], told["useful_prefetches"]) == (8, 6)

@@ -252,14 +252,16 @@ def ring(
     width = x.shape[1]
     state = share.state if guess is None else guess.state
     tiles = 1 if guess is None else state.numel() - HEAD.value
+    warps = 4 if rows * top_k <= 128 else 8
     _ring[(rows,)](
         x, gain, scales, ids, weights, tiers, share.table, taken, share.state, share.clock, state,
         bell.rung, bell.job, bell.pairs, bell.x, layer,
         COUNT=rows, TOP_K=top_k, STRIDE=weights.shape[1],
         PAIRS=triton.next_power_of_2(rows * top_k), INNER=inner, WIDTH=width,
         WIDE=triton.next_power_of_2(width), NORM=norm is not None, WHOLE=whole,
-        GUESSED=guess is not None, TILES=tiles, ALL=triton.next_power_of_2(tiles), UNIT=GROUP,
-        **_launch(dependent), num_warps=4 if rows * top_k <= 128 else 8,
+        GUESSED=guess is not None, TILES=tiles, UNIT=GROUP,
+        # a tile for each thread at least: what all threads then know is what one has read
+        ALL=max(32 * warps, triton.next_power_of_2(tiles)), **_launch(dependent), num_warps=warps,
     )  # fmt: skip
 
 

@@ -119,14 +119,14 @@ def _route(
 
 @triton.jit
 def _guess(
-    x, gain, gate, tiers, penalty, logits, count, ids, own, state, sums, told,
+    x, gain, gate, tiers, penalty, logits, count, ids, own, slots, state, sums, told,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
     CHOICES: tl.constexpr, MANY: tl.constexpr, TILES: tl.constexpr, ALL: tl.constexpr,
     SUMS: tl.constexpr, OWN: tl.constexpr, PENALTY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best expert of the next layer's gate for x that is not on the device, by the last
     program. The scale of the norm changes no order. With OWN it counts what the guess of this layer
-    (`own`), which chose `ids`, was good for. Grid: experts."""
+    (`own`), which chose `ids`, was good for, unless the first row is padded. Grid: experts."""
     row = tl.program_id(0) + tl.arange(0, 1)
     if PDL:
         gdc_launch_dependents()
@@ -149,15 +149,15 @@ def _guess(
         if OWN:
             at = tl.arange(0, MANY)
             chosen = tl.load(ids + at, mask=at < CHOICES, other=-2)
-            right = tl.max((chosen == tl.load(own + GUESS)).to(tl.int32), 0)
+            made = (tl.load(own + GUESS) >= 0) & (tl.load(slots) >= 0)
             tiles = tl.arange(0, ALL)
             copied = tl.load(own + HEAD + tiles, mask=tiles < TILES, other=0)
             ready = tl.sum(((copied == tl.load(own + TURN)) & (tiles < TILES)).to(tl.int32), 0)
-            made = (tl.load(own + GUESS) >= 0).to(tl.int32)
+            right = tl.max((chosen == tl.load(own + GUESS)).to(tl.int32), 0) & (ready > 0)
             word = tl.arange(0, SUMS)
-            more = tl.where(word == 0, made, tl.where(word == 1, right, 0)).to(tl.int64)
-            more += tl.where(word == 3 - right, ready * made, 0)
-            more += tl.load(sums + word)
+            more = tl.where(word == 0, 1, tl.where(word == 1, right, 0)).to(tl.int64)
+            more += tl.where(word == 3 - right, ready, 0)
+            more = tl.load(sums + word) + tl.where(made, more, 0)
             tl.store(sums + word, more)
             tl.store(told + word, more)
     if PDL:
@@ -544,19 +544,20 @@ def route(
 
 def guess_next(
     x: Tensor, gain: Tensor, gate: Tensor, tiers: Tensor, penalty: Tensor | None,
-    scratch: tuple[Tensor, Tensor], ids: Tensor, own: LayerGuess | None, guess: LayerGuess,
-    dependent: bool = False,
+    scratch: tuple[Tensor, Tensor], ids: Tensor, own: LayerGuess | None, slots: Tensor,
+    guess: LayerGuess, dependent: bool = False,
 ) -> None:  # fmt: skip
     """Guess an expert of the next layer, which has these `gain` and `gate`, for the first row of
     x, and which is not on the device (`tiers` int8 [E] not 0). `scratch`: logits fp32 [E], and a
-    zero int32 [1] which stays zero. `ids`: what this layer has chosen, whose guess was `own`.
-    With `dependent` the kernel in front of it must wait before it lets this one start."""
+    zero int32 [1] which stays zero. `ids`: what this layer has chosen, whose guess was `own`; it is
+    counted if the first of `slots` is not -1. With `dependent` the kernel in front of it must wait
+    before it lets this one start."""
     experts, width = gate.shape
     tiles = guess.state.numel() - HEAD.value
     logits, count = scratch
     _guess[(experts,)](
         x, gain, gate, tiers, gate if penalty is None else penalty, logits, count, ids,
-        guess.state if own is None else own.state, guess.state, guess.sums, guess.told,
+        guess.state if own is None else own.state, slots, guess.state, guess.sums, guess.told,
         WIDTH=width, WIDE=triton.next_power_of_2(width), EXPERTS=experts,
         PADDED=triton.next_power_of_2(experts), CHOICES=ids.numel(),
         MANY=triton.next_power_of_2(ids.numel()), TILES=tiles, ALL=triton.next_power_of_2(tiles),
@@ -616,9 +617,10 @@ def pair_gate_up(
         return
     matrices, scales, shape = pool.views()
     pairs, rows = routed.ids.numel(), sizes.gate_up_rows
+    if guess is not None:
+        rows = min(rows, TILE.value)
     tiles = triton.cdiv(pool.record.intermediate, rows)
     assert taken is None or GROUP % rows == 0
-    assert guess is None or TILE.value % rows == 0
     state, copied = (routed.ids, 0) if guess is None else (guess.state, guess.place)
     _pair_gate_up[(tiles * pairs,)](
         x, x if gain is None else gain, routed.norms, routed.places,

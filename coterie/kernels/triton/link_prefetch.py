@@ -30,8 +30,8 @@ TILE = tl.constexpr(16)
 # copied last
 TURN, GUESS, CHOSEN = (tl.constexpr(n) for n in range(3))
 HEAD = tl.constexpr(3)
-# sums over the layers that another with experts follows: guesses, those that were right, tiles
-# copied for these, and for the others
+# sums over the layers that another with experts follows: guesses, those of which something was
+# used, tiles copied for these, and for the others
 SUMS = 4
 # programs that copy, and their warps: enough bytes on their way to fill the link
 _PROGRAMS, _WARPS = 8, 16
@@ -67,6 +67,13 @@ def is_copied(state, expert, first):
 
 
 @triton.jit
+def _goes_on(state, turn):
+    """Whether the layer's gate has not begun. An atomic, because all threads must get the same
+    answer: one that ends alone would leave its part of a tile out."""
+    return tl.atomic_or(state + CHOSEN, 0, sem="acquire") != turn
+
+
+@triton.jit
 def _prefetch(
     pool, buffer, places, state,
     UNIT: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
@@ -77,7 +84,7 @@ def _prefetch(
     turn = tl.load(state + TURN)
     guess = tl.load(state + GUESS)
     number = tl.program_id(0)
-    goes_on = (guess >= 0) & (read_flag(state + CHOSEN) != turn)
+    goes_on = (guess >= 0) & _goes_on(state, turn)
     source = pool + tl.load(places + tl.maximum(guess, 0)) * UNIT
     while goes_on & (number < TILES):
         # the last channels first: the CPU takes the first ones
@@ -103,7 +110,7 @@ def _prefetch(
         tl.debug_barrier()
         tl.atomic_xchg(state + HEAD + tile, turn, sem="release")
         number += tl.num_programs(0)
-        goes_on = read_flag(state + CHOSEN) != turn
+        goes_on = _goes_on(state, turn)
 
 
 @dataclass(frozen=True, slots=True)

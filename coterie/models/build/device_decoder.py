@@ -202,15 +202,18 @@ class DeviceDecoder:
         few = 1 if pool is None else min(self._few, pair_rows(pool))
         decodes = not rest and len(x) == len(rows) and _decodes(batch)
         if decodes and patches is None and len(x) <= few:
-            hidden = self._run_few(x, batch, kv, pool, routed)
-            if len(x) == 1:
-                logits = self._one_head(hidden)
+            try:
+                hidden = self._run_few(x, batch, kv, pool, routed)
+                if len(x) == 1:
+                    return self._one_head(hidden), routed
+            finally:
                 self._join()
-                return logits, routed
-            self._join()
             normed = add_norm(hidden, None, self._norm, self._shape.eps)
         elif decodes and patches is not None and len(x) == 1 and self._fits_one(patches):
-            return self._run_one_patched(x, batch, kv, pool, routed, patches), routed
+            try:
+                return self._run_one_patched(x, batch, kv, pool, routed, patches), routed
+            finally:
+                self._join()
         elif decodes and len(x) <= (self.own_rows if patches is None else self.adapted_rows):
             normed = self._run_patched(x, batch, kv, pool, routed, patches)
         elif patches is not None:
@@ -498,7 +501,7 @@ class DeviceDecoder:
             gate_up, down = self._gate_up[index], self._down[index]
             if gate_up is None or down is None:
                 assert pool is not None and routed is not None
-                self._experts(x, index, pool, routed)
+                self._experts(x, index, pool, routed, batch.slots)
             else:
                 assert layer.post_norm is not None
                 size = gemv_size(gate_up)
@@ -564,7 +567,7 @@ class DeviceDecoder:
             )
             if gate_up is None or down is None or behind is None:
                 assert pool is not None and routed is not None
-                self._experts(x, index, pool, routed)
+                self._experts(x, index, pool, routed, batch.slots)
                 pieces = None
                 continue
             size = gemv_size(gate_up)
@@ -579,10 +582,11 @@ class DeviceDecoder:
         logits = torch.empty((1, self._head.count), dtype=torch.float32, device=device)
         size = gemv_size(self._head)
         gemv.norm_product(x, self._norm, eps, self._head, logits, size, None, early)
-        self._join()
         return logits
 
-    def _experts(self, x: Tensor, index: int, pool: DevicePool, routed: Tensor) -> None:
+    def _experts(
+        self, x: Tensor, index: int, pool: DevicePool, routed: Tensor, slots: Tensor
+    ) -> None:
         row, layer = self._moe[index]
         own = layer_pool(pool, row, index)
         rule, penalty, early = layer.gate.rule, layer.gate.penalty(x.device), self.dependent
@@ -605,7 +609,9 @@ class DeviceDecoder:
         chosen = both or chosen
         acts = torch.empty((chosen.places.numel(), inner), dtype=x.dtype, device=x.device)
         expert_gemv.pair_gate_up(x, chosen, own, acts, sizes, layer.norm, early, taken, guess)
-        goes_on = ahead is not None and self._guess_next(x, row, chosen.ids, pool, guess, early)
+        goes_on = ahead is not None and self._guess_next(
+            x, row, chosen.ids, pool, guess, slots, early
+        )
         if both is not None or index not in self._shared:
             expert_gemv.pair_down(acts, chosen, own, x, sizes, dependent=early, taken=taken)
             if goes_on:
@@ -630,6 +636,7 @@ class DeviceDecoder:
         ids: Tensor,
         pool: DevicePool,
         own: LayerGuess | None,
+        slots: Tensor,
         early: bool,
     ) -> bool:
         """Guess an expert of the layer behind number `row`, if there is one that has experts."""
@@ -641,7 +648,7 @@ class DeviceDecoder:
         logits, counts = self._gate_scratch
         expert_gemv.guess_next(
             x, layer.norm, self._gates[index], pool.tiers[row + 1], layer.gate.penalty(x.device),
-            (logits[-1], counts[-1:]), ids, own, pool.prefetch.layer(row + 1), early,
+            (logits[-1], counts[-1:]), ids, own, slots, pool.prefetch.layer(row + 1), early,
         )  # fmt: skip
         return True
 

@@ -122,6 +122,8 @@ class BankedExperts:
 
         buffer = tier.arena[first * tier.slot_bytes :][: tier.slot_bytes]
         self._told = MemoryArena(8 * SUMS, pinned=tier.device.type == "cuda")
+        if tier.device.type == "cuda" and not self._told.pinned:
+            return None
         told = self._told.view(0, 8 * SUMS).view(torch.int64)
         layers = len(self._geometry.layers)
         return LinkPrefetch.new(self.pool.arena, buffer, record, layers, told)
@@ -450,12 +452,15 @@ class BankedExperts:
         prefetch = self.pool.prefetch
         if prefetch is None:
             return {}
-        guesses, right, _, wasted = prefetch.told.tolist()
+        guesses, used, _, wasted = prefetch.told.tolist()
+        if not guesses:
+            # this model's kernels do not, or no step has decoded yet
+            return {"why_off": "no step has guessed"}
         return {
             "predictions": guesses,
-            "slot_overlap": right / guesses if guesses else 0.0,
+            "slot_overlap": used / guesses,
             "prefetched": guesses,
-            "useful_prefetches": right,
+            "useful_prefetches": used,
             "wasted_bytes": wasted * prefetch.tile_bytes,
             "prefetching": True,
             "why_off": "",

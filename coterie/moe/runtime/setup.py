@@ -14,7 +14,9 @@ import torch
 
 from coterie.core.errors import ConfigError
 from coterie.kernels.backend import best_backend
+from coterie.moe.dispatch.active_only import ActiveOnly
 from coterie.moe.dispatch.base import ExpertCosts, Strategy, StrategyContext
+from coterie.moe.dispatch.lru import Lru
 from coterie.moe.dispatch.persistent import split_layers
 from coterie.moe.dispatch.table import build_strategies, resolve_strategy, strategy_classes
 from coterie.moe.runtime.budget import (
@@ -175,9 +177,12 @@ def _parts_with(
 ) -> RuntimeParts:
     buffers = 0
     if bank is not None:
-        ahead = prefetches_in_place(settings, room.tiers.device)
-        wanted = buffer_slots(store.geometry) + int(ahead)
-        count, buffers = with_buffers(settings, room.tiers.device, wanted)
+        wanted = buffer_slots(store.geometry)
+        ahead = int(prefetches_in_place(settings, room.tiers.device))
+        count, buffers = with_buffers(settings, room.tiers.device, wanted + ahead)
+        if not buffers:
+            # prompts first
+            count, buffers = with_buffers(settings, room.tiers.device, wanted)
         room = replace(room, tiers=replace(room.tiers, device=count))
     tiers = room.tiers
     text, why = _fitting_strategy(settings.strategy, store, room)
@@ -303,9 +308,11 @@ def _fitting_strategy(text: str, store: ExpertStore, room: TierAllocation) -> tu
 def prefetches_in_place(settings: MoeSettings, slots: int) -> bool:
     """Whether a device that reads experts where they lie reads some ahead, into a buffer. By itself
     only where no expert has a slot, which is what was measured: a layer that misses less has less
-    to win, and guesses as long."""
+    to win, and guesses as long. `settings` must name a strategy."""
     asked = settings.predict == "prefetch" or (settings.predict == "auto" and slots == 0)
-    return asked and not settings.deterministic
+    # these bring what they miss to slots themselves
+    places = slots > 0 and strategy_classes(settings.strategy)[1] in (Lru, ActiveOnly)
+    return asked and not settings.deterministic and not places
 
 
 def uses_hints(strategy: Strategy) -> bool:
@@ -320,14 +327,16 @@ def unused_hints(parts: RuntimeParts, few: bool) -> str:
     name = parts.strategies["decode"].name
     if parts.bank is not None:
         why = "the device reads experts where they lie"
+        if parts.device.buffers > buffer_slots(parts.store.geometry):
+            # what it reads ahead by itself is told in the report
+            return why
     elif not few:
         why = "every expert has a slot, or none has"
     elif parts.strategies["decode"].settled():
         why = f"{name} moves nothing while it decodes"
     else:
         why = f"{name} takes no guesses; adaptive does"
-    # what a device then reads ahead by itself is told in the report
-    if parts.predict == "protect" or (parts.predict == "prefetch" and parts.bank is None):
+    if parts.predict in ("protect", "prefetch"):
         _log.warning("predict is %s and has no effect: %s", parts.predict, why)
     return why
 
