@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from coterie.kernels.cpu.share import PAIR_WORDS, SUM_WORDS, ShareBell
 from coterie.kernels.expert_layout import GROUP
-from coterie.kernels.triton.link_prefetch import GUESS, HEAD, TILE, TURN, LayerGuess
+from coterie.kernels.triton.link_prefetch import GUESS, HEAD, TILE, TURN, LayerGuess, read_word
 
 # the interpreter has no assembly and no clock
 _ON_DEVICE = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")
@@ -67,23 +67,6 @@ def _now():
             pack=1,
         )
     return time
-
-
-@triton.jit
-def _read_word(place):
-    """A word that the host writes; what it wrote before it can then be read."""
-    if _ON_DEVICE:
-        found = tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.u32 $0, [$1];",
-            "=r,l",
-            [place.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        found = tl.load(place)
-    return found
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -179,10 +162,10 @@ def _await_cpu(
     if given > 0:
         number = tl.load(state + _JOBS)
         begin = _now()
-        seen = _read_word(answered)
+        seen = read_word(answered, True)
         end = begin
         while (seen != number) & (end - begin < limit):
-            seen = _read_word(answered)
+            seen = read_word(answered, True)
             # without a clock it counts
             end = _now() if _ON_DEVICE else end + 1
         tl.debug_barrier()

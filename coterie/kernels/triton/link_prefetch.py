@@ -43,11 +43,13 @@ _ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")
 
 
 @triton.jit
-def read_flag(place):
-    """A word that another kernel may be writing; what it wrote before can then be read."""
+def read_word(place, HOST: tl.constexpr):
+    """A word that the host, or another kernel, may be writing; what it wrote before can then be
+    read."""
+    LOAD: tl.constexpr = "ld.acquire.sys.global.u32" if HOST else "ld.acquire.gpu.global.u32"
     if _ASSEMBLY:
         found = tl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.u32 $0, [$1];",
+            LOAD + " $0, [$1];",
             "=r,l",
             [place.to(tl.int64)],
             dtype=tl.int32,
@@ -62,8 +64,8 @@ def read_flag(place):
 @triton.jit
 def is_copied(state, expert, first):
     """Whether the tile with channel `first` of this expert is in the buffer."""
-    turn = tl.load(state + TURN)
-    return (expert == tl.load(state + GUESS)) & (read_flag(state + HEAD + first // TILE) == turn)
+    number = read_word(state + HEAD + first // TILE, False)
+    return (expert == tl.load(state + GUESS)) & (number == tl.load(state + TURN))
 
 
 @triton.jit
