@@ -26,6 +26,8 @@ def checks(device: str) -> Iterator[Check]:
 def _layer(device: str, kind: str) -> str:
     if device != "cuda":
         raise NotHere("needs CUDA")
+    from coterie.kernels.cpu.share import HINT_WORDS
+    from coterie.kernels.expert_gate import GateRule
     from coterie.kernels.triton import expert_gemv as kernels
     from coterie.kernels.triton.link_prefetch import HEAD, SUMS, TILE, TURN, LinkPrefetch
     from coterie.kernels.triton.sizes import pair_sizes
@@ -37,7 +39,8 @@ def _layer(device: str, kind: str) -> str:
     resident = kernels.ExpertPool(here.view(-1), places, record)
     pool = kernels.ExpertPool(here.view(-1), places + away, record)
     told = torch.zeros(SUMS, dtype=torch.int64).pin_memory()
-    ahead = LinkPrefetch.new(pool.base, torch.zeros_like(here[0]), record, 3, told)
+    hint = torch.zeros(HINT_WORDS, dtype=torch.int32).pin_memory()
+    ahead = LinkPrefetch.new(pool.base, torch.zeros_like(here[0]), record, 3, told, hint)
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
     x, gain = (torch.randn((1, HIDDEN), device=device).to(dtype) for _ in range(2))
     gate = torch.randn((EXPERTS, HIDDEN), device=device).to(dtype)
@@ -46,11 +49,16 @@ def _layer(device: str, kind: str) -> str:
         torch.empty(EXPERTS, device=device),
         torch.zeros(1, dtype=torch.int32, device=device),
     )
-    known, slots = (x, gain[0], gate, tiers, None), torch.zeros(1, device=device).long()
+    slots = torch.zeros(1, device=device).long()
     ids = torch.arange(TOP_K, dtype=torch.int32, device=device)[None]
-    kernels.guess_next(*known, scratch, ids, None, slots, ahead.layer(1))
-    guess = int(ahead.state[1, 1])
-    assert guess == kernels.guess_torch(*known), "not the twin's guess"
+    following = kernels.NextGate(gain[0], gate, None, tiers, scratch, ahead.layer(1))
+    own = torch.empty((1, EXPERTS), device=device), torch.zeros_like(scratch[1])
+    out, rule = kernels.RoutedRows.empty(1, TOP_K, device), GateRule(TOP_K, True)
+    kernels.route(x, gain[0], 1e-6, gate.flip(0), rule, None, places, own, out, following=following)
+    torch.cuda.synchronize()
+    guess, order = int(ahead.state[1, 1]), kernels.guess_torch(x, gain[0], gate, tiers, None)
+    assert [guess, *hint[3 : TOP_K + 2].tolist()] == order[:TOP_K], "not the twin's guess"
+    assert hint[:3].tolist() == [1, 1, TOP_K - 1], "another hint"
     beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
@@ -80,7 +88,8 @@ def _layer(device: str, kind: str) -> str:
     want = kernels.experts_torch(x, ids, weights, resident)
     error = float((hidden.float() - want).abs().max() / want.abs().max())
     assert error < TOLERANCE[kind], f"error {error:.1e}"
-    kernels.guess_next(*known, scratch, ids, ahead.layer(1), slots, ahead.layer(2))
+    # the next layer has no guess: it counts this one's
+    ahead.start(2, pool.places, (ids, slots))
     torch.cuda.synchronize()
     assert told.tolist() == [1, 1, tiles // 2, 0], str(told.tolist())
     return f"error {error:.1e}, {tiles} tiles"

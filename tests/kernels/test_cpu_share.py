@@ -17,7 +17,13 @@ from torch import Tensor
 
 from benchmarks.kernels import cpu_share
 from coterie.kernels.cpu.build import find_compiler, native
-from coterie.kernels.cpu.share import ShareBell, ShareCoordinator, ShareRecords, share_torch
+from coterie.kernels.cpu.share import (
+    HINT_WORDS,
+    ShareBell,
+    ShareCoordinator,
+    ShareRecords,
+    share_torch,
+)
 from coterie.kernels.device_record import DeviceRecord
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -140,6 +146,36 @@ def test_what_makes_no_sense_is_left_out() -> None:
         ring(bell, x, pairs[-1:], 3)
         assert answers(bell, 3)
         assert coordinator.counts().refused == 1
+
+
+def test_hints_are_read_and_change_nothing() -> None:
+    bell, layers = bell_of(1, 12, 160), [random_records("int4", 160, 96)] * 3
+    x, _ = random_job(1, 96, 160)
+    pairs = torch.tensor([[e, 0, 96, 0] for e in (4, 0, 2)], dtype=torch.int32)
+    pairs[:, 3] = torch.rand(len(pairs)).view(torch.int32)
+    with answering(bell, layers) as coordinator:
+        ring(bell, x, pairs, 1, layer=1)
+        assert answers(bell, 1)
+        plain = bell.out.clone()
+        number = 1
+        # experts that the job has, that it has not, and that nobody has; and hints of no sense
+        hints = {2: [1, 4, 1, 4, 2, -1], 1: [1, 99, 3, 77, -7, 2], 0: [7, 2, 4, 0]}
+        for named, (layer, *told) in hints.items():
+            found: list[int] = []
+            deadline = time.perf_counter() + 60
+            while (len(found) < 4 or named not in found) and time.perf_counter() < deadline:
+                number += 1
+                rest = [-1] * (HINT_WORDS - 2 - len(told))
+                bell.hint.copy_(torch.tensor([layer, number, *told, *rest]))
+                coordinator.wake()
+                time.sleep(5e-4)
+                before = coordinator.counts().hinted
+                ring(bell, x, pairs, number, layer=1)
+                assert answers(bell, number)
+                assert torch.equal(bell.out, plain)
+                found.append(coordinator.counts().hinted - before)
+            # in the first job it may be the last hint; later a thread that did not run has none
+            assert named in found and set(found[1:]) <= {0, named}
 
 
 def test_sleeps_when_nothing_comes_and_wakes_up() -> None:

@@ -46,6 +46,7 @@ class Ahead:
     """Two layers with the same random experts, of which most are not on the device."""
 
     def __init__(self, kind: str) -> None:
+        from coterie.kernels.cpu.share import HINT_WORDS
         from coterie.kernels.triton import expert_gemv as kernels
         from coterie.kernels.triton.link_prefetch import SUMS, LinkPrefetch
 
@@ -55,32 +56,48 @@ class Ahead:
         dtype = torch.bfloat16 if kind == "bf16" else torch.float32
         self.pool = random_pool(kind, EXPERTS, HIDDEN, INNER, draw)
         size = self.pool.record.nbytes
+        self.hint = torch.zeros(HINT_WORDS, dtype=torch.int32)
         self.ahead = LinkPrefetch.new(
             self.pool.base, torch.zeros(size + 64, dtype=torch.uint8), self.pool.record, 3,
-            torch.zeros(SUMS, dtype=torch.int64),
+            torch.zeros(SUMS, dtype=torch.int64), self.hint,
         )  # fmt: skip
         self.x, self.gain = draw(1, HIDDEN, std=1.0).to(dtype), (1 + draw(HIDDEN)).to(dtype)
         self.gate = draw(EXPERTS, HIDDEN)
         self.tiers = (torch.rand(EXPERTS) < 0.7).to(torch.int8)
         self.tiers[torch.randint(EXPERTS, ())] = 1
         self.scratch = torch.empty(EXPERTS), torch.zeros(1, dtype=torch.int32)
+        self.penalty = torch.zeros(EXPERTS) if kind in ("int4", "int8") else None
+        if self.penalty is not None:
+            self.penalty[torch.nonzero(self.tiers == 0)[:1]] = -1
         self.slots = torch.tensor([7, -1])
         self.routed = kernels.RoutedRows.empty(1, TOP_K, "cpu")
         self.routed.weights.copy_(torch.rand(1, TOP_K))
 
     def choose(self, *, right: bool) -> int:
-        """Guess, and choose experts with the guess or without."""
+        """Guess, and choose experts with the guess or without. Returns the guess, -2 if it or its
+        hint is not the twin's."""
+        from coterie.kernels.expert_gate import GateRule
         from coterie.kernels.triton import expert_gemv as kernels
 
         guess = self.ahead.layer(1)
-        known = self.x, self.gain, self.gate, self.tiers, None
-        kernels.guess_next(*known, self.scratch, self.routed.ids, None, self.slots, guess)
-        want = kernels.guess_torch(*known)
+        out, other = kernels.RoutedRows.empty(1, TOP_K, "cpu"), torch.randn(EXPERTS, HIDDEN)
+        scratch = torch.empty(1, EXPERTS), torch.zeros(1, dtype=torch.int32)
+        own = self.x, self.gain, 1e-6, other, GateRule(TOP_K, True), None, self.pool.places
+        following = kernels.NextGate(
+            self.gain, self.gate, self.penalty, self.tiers, self.scratch, guess
+        )
+        kernels.route(*own, scratch, out, following=following)
+        alone = kernels.RoutedRows.empty(1, TOP_K, "cpu")
+        kernels.route(*own, scratch, alone)
+        order = kernels.guess_torch(self.x, self.gain, self.gate, self.tiers, self.penalty)
+        want, hinted = (order[0], order[1:TOP_K]) if order else (-1, [])
+        hint = [1, int(guess.state[0]), len(hinted), *hinted]
+        is_told = self.hint[: len(hint)].tolist() == hint and torch.equal(out.ids, alone.ids)
         others = [expert for expert in torch.randperm(EXPERTS).tolist() if expert != want]
         chosen = [*others[: TOP_K - 1], want if right else others[-1]]
         self.routed.ids.copy_(torch.tensor([chosen]))
         self.routed.places.copy_(self.pool.places[self.routed.ids.long()])
-        return int(guess.state[1]) if int(guess.state[1]) == want else -2
+        return want if int(guess.state[1]) == want and is_told else -2
 
     def tile(self, memory: Any, number: int) -> Any:
         """The bytes of one tile of a record, as one tensor."""
@@ -151,7 +168,7 @@ def measure(cases: list[str]) -> dict[str, float]:
             counts["bytes"] += not torch.equal(got, want)
         counts["tiles"] += int((state[1, 3:] != state[1, 0]).sum())
         counts["decisions"] += case.is_divided_wrong()
-        # the third layer's guess counts what the second's was good for
+        # the third layer's copies count what the second's guess was good for
         count_before(case, ahead)
         counts["sums"] += ahead.told.tolist() != [1, 1, TILES, 0]
         # a padded row is no guess
@@ -172,12 +189,8 @@ def measure(cases: list[str]) -> dict[str, float]:
 
 
 def count_before(case: Ahead, ahead: Any) -> None:
-    from coterie.kernels.triton import expert_gemv as kernels
-
-    known = case.x, case.gain, case.gate, case.tiers, None
-    kernels.guess_next(
-        *known, case.scratch, case.routed.ids, ahead.layer(1), case.slots, ahead.layer(2)
-    )
+    """The third layer has no guess, so that nothing is copied for it."""
+    ahead.start(2, case.pool.places, (case.routed.ids, case.slots))
 
 
 def copies_behind_its_gate(case: Ahead) -> bool:

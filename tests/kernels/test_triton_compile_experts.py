@@ -3,6 +3,7 @@ loads and products are the wide ones that their speed depends on."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +116,12 @@ def rows(name: str, **sizes: Any) -> tuple[str, dict[str, str], dict[str, Any], 
 
 def shared(name: str) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
     """What a step and the CPU tell each other."""
-    words = ["ids", "table", "taken", "state", "rung", "job", "pairs", "answered", "failed"]
+    words = ["ids", "table", "taken", "state", "rung", "job", "pairs", "failed"]
     words.append("prefetched")
-    floats = ("norms", "weights", "rows", "answer")
+    floats = ("norms", "weights", "rows")
     types = {**dict.fromkeys(words, I32), **dict.fromkeys(floats, "*fp32"), "tiers": "*i8"}
     types |= dict.fromkeys(("x", "gain", "hidden"), BF16) | dict.fromkeys(("clock", "sums"), I64)
-    types |= {"layer": "i32", "limit": "i64"}
+    types |= {"layer": "i32", "limit": "i64", "answer": I64}
     sizes = {"COUNT": 16, "TOP_K": 8, "STRIDE": 8, "PAIRS": 128, "WIDE": 2048, **EXPERT}
     return (
         name,
@@ -130,17 +131,37 @@ def shared(name: str) -> tuple[str, dict[str, str], dict[str, Any], dict[str, in
     )
 
 
-def ahead(name: str) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
+def answer() -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
+    name, types, constants, options = shared("_await_cpu")
+    return name, types, {**constants, "COLUMNS": 1024, "PAUSE": 250}, {**options, "num_warps": 16}
+
+
+def ahead() -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
     """What is read ahead over the link."""
-    words = ("pool", "buffer", "state", "own", "count", "ids")
+    words = ("pool", "buffer", "state", "before", "ids")
     types = {**dict.fromkeys(words, I32), **dict.fromkeys(("places", "sums", "told", "slots"), I64)}
-    types |= dict.fromkeys(("x", "gain", "gate", "penalty"), BF16)
-    types |= {"logits": "*fp32", "tiers": "*i8"}
     copies = {"UNIT": 4, "ROWS": 4096, "WORDS": 4096, "SCALES_AT": 589_824, "SCALES": 1024}
-    sizes = {"WIDE": 2048, "EXPERTS": 128, "PADDED": 1024 if name == "_prefetch" else 128}
-    sizes |= {"CHOICES": 8, "MANY": 8, "SUMS": 4, "OWN": True, "PENALTY": False}
-    options = {"num_warps": 16} if name == "_prefetch" else {"num_warps": 4, "launch_pdl": True}
-    return name, types, {**EXPERT, **copies, **sizes, **GUESS, "PDL": True}, options
+    sizes = {"PADDED": 1024, "CHOICES": 8, "MANY": 8, "SUMS": 4, "COUNTS": True}
+    return "_prefetch", types, {**EXPERT, **copies, **sizes, **GUESS}, {"num_warps": 16}
+
+
+def route(**more: Any) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
+    types = dict.fromkeys(("x", "gain", "gate", "penalty"), BF16)
+    types |= {"places": I64, "chosen": I64, "tiers": "*i8", "eps": "fp32", "layer": "i32"}
+    types |= dict.fromkeys(("logits", "weights", "norms"), "*fp32")
+    types |= dict.fromkeys(("counts", "count", "ids", "state", "hint"), I32)
+    types |= {f"next_{name}": types[name] for name in ("gain", "gate", "penalty", "logits")}
+    types |= {"next_tiers": "*i8", "next_count": I32, "next_state": I32}
+    sizes: dict[str, Any] = {
+        "WIDE": 2048,
+        "EXPERTS": 128,
+        "PADDED": 128,
+        "TOP_K": 8,
+        "NORMALISE": True,
+    }
+    sizes |= {"SCALE": 1.0, "EQUAL": False, "PENALTY": False, "GUESSED": False, "NEXT": False}
+    sizes |= {"NEXT_PENALTY": False, "HINTS": 0, "HINT_WORDS": 16, "HINT_HEAD": 3, "PDL": True}
+    return "_route", types, {**EXPERT, **sizes, **more}, {"num_warps": 4, "launch_pdl": True}
 
 
 def widen(kind: int) -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
@@ -213,12 +234,13 @@ CASES: dict[str, tuple[Any, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     ),
     # one thread asks whether to go on, and tells the others
     "prefetch": (
-        lambda: ahead("_prefetch"),
+        ahead,
         ((*WIDENED[0], "ATOMG.E.OR", "LDS"), (*WIDENED[1], "LDG.E.STRONG")),
     ),
-    "guess": (lambda: ahead("_guess"), PLAIN),
+    "route": (route, PLAIN),
+    "route and guess": (lambda: route(GUESSED=True, NEXT=True, HINTS=7), PLAIN),
     "ring": (lambda: shared("_ring"), (("MEMBAR.ALL.SYS",), ("LDL", "STL"))),
-    "await": (lambda: shared("_await_cpu"), (("LDG.E.STRONG.SYS",), ("LDL", "STL"))),
+    "await": (answer, (("LDG.E.128.STRONG.SYS", "NANOSLEEP"), ("LDL", "STL"))),
     "int4 rows qkv": (lambda: rows("_int4_product", COUNT=5120, ADD=False), BY_ROW),
     "int4 rows o": (lambda: rows("_int4_product", COUNT=2048, WIDTH=4096, NORM=False), BY_ROW),
     "int4 rows o of 8": (
@@ -239,17 +261,31 @@ CASES: dict[str, tuple[Any, tuple[tuple[str, ...], tuple[str, ...]]]] = {
 EVERY_TIME = ("tiles down", "find pairs")
 
 
+def used_by(
+    made: tuple[str, dict[str, str], dict[str, Any], dict[str, Any]], folder: Path
+) -> Counter[str]:
+    name, types, constants, options = made
+    built = compiled(kernel_of(name), types, constants, options.pop("num_warps"), **options)
+    return instructions(built.asm["cubin"], folder)
+
+
 @pytest.mark.parametrize("case", some_every_time(CASES, EVERY_TIME))
 def test_compiles_for_hopper(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     make, (needed, unwanted) = CASES[case]
-    name, types, constants, options = make()
-    built = compiled(kernel_of(name), types, constants, options.pop("num_warps"), **options)
-    used = instructions(built.asm["cubin"], tmp_path)
+    used = used_by(make(), tmp_path)
     for name in needed:
         assert any(each.startswith(name) for each in used), (name, sorted(used))
     for name in unwanted:
         assert not any(each.startswith(name) for each in used), (name, sorted(used))
+
+
+def test_an_answer_is_read_by_one_load_of_each_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    # at first, and again while it is not there; more would wait for one another
+    assert used_by(answer(), tmp_path)["LDG.E.128.STRONG.SYS"] == 2
 
 
 def kernel_of(name: str) -> Any:

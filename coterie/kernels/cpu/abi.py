@@ -203,6 +203,7 @@ class ShareSetup(Structure):
         ("pairs", c_void_p),
         ("x", c_void_p),
         ("out", c_void_p),
+        ("hint", c_void_p),
     ]
 
 

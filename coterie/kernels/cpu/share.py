@@ -2,7 +2,8 @@
 thread that answers, and the plain twin of what it computes.
 
 The device writes a job and then its number to `rung`; the native thread computes the job on a crew
-of its own and writes the number to `answered`. Python takes no part in that.
+of its own and writes the answer, each value with the job's number beside it, and then the number to
+`answered`. Python takes no part in that.
 """
 
 from __future__ import annotations
@@ -30,12 +31,15 @@ _KINDS = {
 }
 # bytes: words that different sides write are a line of memory apart
 _LINE = 64
-_RUNG, _ANSWERED, _FAILED, _JOB, _SUMS, _PAIRS = (_LINE * n for n in range(6))
+_RUNG, _ANSWERED, _FAILED, _JOB, _SUMS, _HINT, _PAIRS = (_LINE * n for n in range(7))
 # of a pair: expert, row, channels, and the bits of its weight
 PAIR_WORDS = 4
 # of the device's sums, int64: jobs, ns until the device had done its own part, ns that it then
 # waited, channels of missing experts that it read over the link
 SUM_WORDS = 4
+# of a hint: layer, its turn, the number of experts, and these
+HINT_WORDS = _LINE // 4
+HINT_HEAD = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class ShareBell:
 
     @staticmethod
     def nbytes(max_rows: int, max_pairs: int, hidden: int) -> int:
-        return _PAIRS + 4 * PAIR_WORDS * max_pairs + 2 * 4 * max_rows * hidden
+        return _PAIRS + 4 * PAIR_WORDS * max_pairs + (1 + 2) * 4 * max_rows * hidden
 
     def _view(self, at: int, nbytes: int, dtype: torch.dtype) -> Tensor:
         return self.memory[at : at + nbytes].view(dtype)
@@ -80,6 +84,13 @@ class ShareBell:
         return self._view(_SUMS, 8 * SUM_WORDS, torch.int64)
 
     @property
+    def hint(self) -> Tensor:
+        """int32 [HINT_WORDS]: experts of which a job may come, those that the CPU would take first
+        in front. The CPU reads them into its caches when it has nothing else to do. With another
+        turn it is another hint."""
+        return self._view(_HINT, 4 * HINT_WORDS, torch.int32)
+
+    @property
     def pairs(self) -> Tensor:
         """int32 [pairs, PAIR_WORDS]."""
         nbytes = 4 * PAIR_WORDS * self.max_pairs
@@ -88,17 +99,24 @@ class ShareBell:
     @property
     def x(self) -> Tensor:
         """fp32 [rows, hidden]: the experts' input."""
-        return self._rows(0)
+        return self._rows(0, 1).view(torch.float32)[:, :, 0]
+
+    @property
+    def answer(self) -> Tensor:
+        """int32 [rows, hidden, 2]: the bits of `out`, and the number of the job for which they were
+        written."""
+        return self._rows(1, 2)
 
     @property
     def out(self) -> Tensor:
         """fp32 [rows, hidden]: the weighted sum over the pairs of each row."""
-        return self._rows(1)
+        return self.answer.view(torch.float32)[:, :, 0]
 
-    def _rows(self, part: int) -> Tensor:
-        nbytes = 4 * self.max_rows * self.hidden
-        at = _PAIRS + 4 * PAIR_WORDS * self.max_pairs + part * nbytes
-        return self._view(at, nbytes, torch.float32).view(self.max_rows, self.hidden)
+    def _rows(self, before: int, words: int) -> Tensor:
+        """int32 [rows, hidden, words], behind as many words of every value."""
+        size = 4 * self.max_rows * self.hidden
+        at = _PAIRS + 4 * PAIR_WORDS * self.max_pairs + before * size
+        return self._view(at, words * size, torch.int32).view(self.max_rows, self.hidden, words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +137,8 @@ class ShareCounts:
     naps: int
     # jobs that were overwritten while the thread did not run
     refused: int
+    # experts of jobs that a hint had named
+    hinted: int
 
 
 class ShareCoordinator:
@@ -134,7 +154,7 @@ class ShareCoordinator:
         # they must live as long as the thread
         self._bell, self._layers, self._native = bell, list(layers), library.call
         self._native_layers = (abi.ShareLayer * len(layers))(*map(_layer, layers))
-        parts = bell.rung, bell.answered, bell.job, bell.pairs, bell.x, bell.out
+        parts = bell.rung, bell.answered, bell.job, bell.pairs, bell.x, bell.answer, bell.hint
         setup = abi.ShareSetup(
             self._native_layers, len(layers), bell.max_rows, bell.max_pairs, threads,
             *(part.data_ptr() for part in parts),
@@ -154,7 +174,7 @@ class ShareCoordinator:
             self._native.ct_share_pause(self._handle, int(paused))
 
     def counts(self) -> ShareCounts:
-        found: NDArray[np.int64] = np.zeros(5, dtype=np.int64)
+        found: NDArray[np.int64] = np.zeros(6, dtype=np.int64)
         if self._handle is not None:
             self._native.ct_share_read(self._handle, found.ctypes.data)
         return ShareCounts(*found.tolist())

@@ -3,8 +3,9 @@
 `ring`, behind the gate, decides: of the experts that are not on the device the CPU takes the first
 channels, as many in all as a table has for so many of them. It writes the rows and the pairs to
 memory that the host sees, and then the job's number. The kernels of pairs leave these channels
-out. `await_cpu` waits for the answer and adds it. Its time is limited by the device's clock: behind
-the limit it reports the job as failed, and no job is given any more until the host allows it again.
+out. `await_cpu` reads the answer until all of it is this job's, and adds it. Its time is limited by
+the device's clock: behind the limit it reports the job as failed, and no job is given any more
+until the host allows it again.
 """
 
 # Jitted functions are compiled by Triton: their arguments have no Python types.
@@ -24,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from coterie.kernels.cpu.share import PAIR_WORDS, SUM_WORDS, ShareBell
 from coterie.kernels.expert_layout import GROUP
-from coterie.kernels.triton.link_prefetch import GUESS, HEAD, TILE, TURN, LayerGuess, read_word
+from coterie.kernels.triton.link_prefetch import GUESS, HEAD, TILE, TURN, LayerGuess
 
 # the interpreter has no assembly and no clock
 _ON_DEVICE = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")
@@ -36,6 +37,10 @@ STATE_WORDS = 4
 # was rung
 _LINK, _RANG = tl.constexpr(SUM_WORDS), tl.constexpr(SUM_WORDS + 1)
 CLOCK_WORDS = SUM_WORDS + 2
+# of an answer: columns of a program, and values that a thread loads at once
+_COLUMNS, _VALUES = 1024, 2
+# between two looks at the answer, for each of its rows: they cross the link and read CPU caches
+_PAUSE_NS, _MOST_PAUSE_NS = 250, 4000
 
 
 @triton.jit
@@ -55,17 +60,18 @@ def _fence():
 
 @triton.jit
 def _now():
-    """ns of the device's clock."""
+    """ns of the device's clock, the same for all threads: they go on or end together."""
     time = tl.full([], 0, tl.int64)
     if _ON_DEVICE:
-        time = tl.inline_asm_elementwise(
+        each = tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer; // $1",
             "=l,r",
-            [tl.full([], 0, tl.int32)],
+            [tl.arange(0, 128)],
             dtype=tl.int64,
             is_pure=False,
             pack=1,
         )
+        time = tl.max(each, 0)
     return time
 
 
@@ -148,43 +154,69 @@ def _ring(
             tl.store(rung, number)
 
 
+@triton.jit
+def _pause(NS: tl.constexpr):
+    if _ON_DEVICE:
+        tl.inline_asm_elementwise(
+            "nanosleep.u32 $1; mov.u32 $0, $1;",
+            "=r,r",
+            [tl.full([], NS, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _belongs(words, number, inside):
+    """Whether all values were written for this job."""
+    own = (words >> 32).to(tl.int32) == number
+    return tl.min((own | ~inside).to(tl.int32), 0)
+
+
 @triton.jit(do_not_specialize=["limit"])
 def _await_cpu(
-    hidden, state, clock, answered, failed, sums, answer, limit,
-    WIDTH: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    hidden, state, clock, failed, sums, answer, limit,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAUSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """hidden[t] += the CPU's part. Grid: rows."""
+    """hidden[t] += the CPU's part. Grid: rows, parts of COLUMNS columns. A thread has one load of
+    the host's memory: a second one that must not be left out would wait for the first."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    at = tl.program_id(0).to(tl.int64)
+    at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     given = tl.load(state + _GIVEN)
     if given > 0:
         number = tl.load(state + _JOBS)
         begin = _now()
-        seen = read_word(answered, True)
-        end = begin
-        while (seen != number) & (end - begin < limit):
-            seen = read_word(answered, True)
+        column = part * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < WIDTH
+        # a value and a number are one word of the host's
+        place = answer + at * WIDTH + column
+        words = tl.load(place, mask=inside, other=0, volatile=True)
+        there = _belongs(words, number, inside)
+        # also the first look takes time, while others read over the link
+        end = _now() if _ON_DEVICE else begin
+        while (there == 0) & (end - begin < limit):
+            _pause(PAUSE)
+            words = tl.load(place, mask=inside, other=0, volatile=True)
+            there = _belongs(words, number, inside)
             # without a clock it counts
             end = _now() if _ON_DEVICE else end + 1
-        tl.debug_barrier()
-        column = tl.arange(0, WIDE)
-        inside = column < WIDTH
-        if seen == number:
+        if there == 1:
             own = hidden + at * WIDTH + column
-            part = tl.load(answer + at * WIDTH + column, mask=inside, other=0, volatile=True)
-            y = tl.load(own, mask=inside, other=0).to(tl.float32) + part
+            value = words.to(tl.int32).to(tl.float32, bitcast=True)
+            y = tl.load(own, mask=inside, other=0).to(tl.float32) + value
             tl.store(own, y.to(hidden.dtype.element_ty), mask=inside)
-            if at == 0:
+            if (at == 0) & (part == 0):
                 # sums of all jobs, for the host
-                words = tl.arange(0, 4)
-                spent = tl.where(words == 1, begin - tl.load(clock + _RANG), 1)
-                spent = tl.where(words == 2, end - begin, spent)
-                spent = tl.where(words == 3, tl.load(clock + _LINK), spent)
-                total = tl.load(clock + words) + spent
-                tl.store(clock + words, total)
-                tl.store(sums + words, total)
+                kind = tl.arange(0, 4)
+                spent = tl.where(kind == 1, begin - tl.load(clock + _RANG), 1)
+                spent = tl.where(kind == 2, end - begin, spent)
+                spent = tl.where(kind == 3, tl.load(clock + _LINK), spent)
+                total = tl.load(clock + kind) + spent
+                tl.store(clock + kind, total)
+                tl.store(sums + kind, total)
         else:
             tl.store(state + _OFF, 1)
             tl.store(failed, number)
@@ -250,10 +282,13 @@ def ring(
 
 def await_cpu(hidden: Tensor, share: ShareState, limit_ns: int, dependent: bool = False) -> None:
     """hidden [T, D] += the CPU's answer to the last job, if there was one."""
-    bell, width = share.bell, hidden.shape[1]
-    _await_cpu[(len(hidden),)](
-        hidden, share.state, share.clock, bell.answered, bell.failed, bell.sums, bell.out, limit_ns,
-        WIDTH=width, WIDE=triton.next_power_of_2(width), **_launch(dependent), num_warps=4,
+    bell, (rows, width) = share.bell, hidden.shape
+    columns = min(_COLUMNS, triton.next_power_of_2(width))
+    _await_cpu[(rows, triton.cdiv(width, columns))](
+        hidden, share.state, share.clock, bell.failed, bell.sums,
+        bell.answer.view(torch.int64).view(-1), limit_ns,
+        WIDTH=width, COLUMNS=columns, PAUSE=min(rows * _PAUSE_NS, _MOST_PAUSE_NS),
+        **_launch(dependent), num_warps=max(1, columns // (_VALUES * 32)),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from coterie.kernels.cpu.share import HINT_HEAD, HINT_WORDS
 from coterie.kernels.device_record import UNIT_BYTES, DeviceRecord, dense_matrices
 from coterie.kernels.expert_gate import GateRule
 from coterie.kernels.expert_layout import GROUP
@@ -37,8 +38,6 @@ from coterie.kernels.triton.int4_rows import int4_pair_down, int4_pair_gate_up
 from coterie.kernels.triton.link_prefetch import (
     CHOSEN,
     GUESS,
-    HEAD,
-    SUMS,
     TILE,
     TURN,
     LayerGuess,
@@ -78,92 +77,109 @@ def _rank_and_store(
 
 
 @triton.jit
-def _route(
-    x, gain, gate, places, penalty, logits, counts, ids, chosen, weights, norms, state, eps,
-    WIDTH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr,
-    SCALE: tl.constexpr, EQUAL: tl.constexpr, PENALTY: tl.constexpr, GUESSED: tl.constexpr,
-    PDL: tl.constexpr,
+def _guess_and_tell(
+    logits, tiers, penalty, state, hint, layer,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, PENALTY: tl.constexpr, HINTS: tl.constexpr,
+    WORDS: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Gate logits of rms_norm(x[t]) * gain, and their top-k by the last program of each row.
-    norms[t]: the norm's scale, which `gate_up` needs. counts[t] is 0 before and after. With GUESSED
-    `link_prefetch` ends what it does for this layer."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = row < EXPERTS
-    if PDL:
-        gdc_launch_dependents()
-    EVEN: tl.constexpr = WIDTH == WIDE and EXPERTS % ROWS == 0
-    tile, _ = request_rows(gate, gate, row, live, WIDTH, WIDE, 0, EVEN)
+    """The best expert that is not on the device is the guess; the next best ones, as many as HINTS,
+    are the hint."""
     e = tl.arange(0, PADDED)
-    known = tl.load(places + e, mask=e < EXPERTS, other=0)
-    if PDL:
-        gdc_wait()
-    at = tl.program_id(1).to(tl.int64)
-    if GUESSED:
-        # at the beginning: what is on its way arrives before `gate_up` reads
-        tl.store(state + CHOSEN, tl.load(state + TURN))
-    total, squares = times_x(tile, tile, x + at * WIDTH, gain, ROWS, WIDTH, WIDE, 0, True)
-    scale = tl.rsqrt(squares / WIDTH + eps)
-    tl.store(logits + at * EXPERTS + row, total * scale, mask=live)
-    tl.store(norms + at, scale)
-    tl.debug_barrier()
-    before = tl.atomic_add(counts + at, 1, sem="acq_rel")
-    if before == tl.num_programs(0) - 1:
-        tl.store(counts + at, 0)
-        _rank_and_store(
-            logits + at * EXPERTS, known, penalty, ids + at * TOP_K, chosen + at * TOP_K,
-            weights + at * TOP_K,
-            EXPERTS, PADDED, TOP_K, NORMALISE, SCALE, EQUAL, PENALTY,
-        )  # fmt: skip
+    missing = tl.load(tiers + e, mask=e < EXPERTS, other=0) != 0
+    v = tl.load(logits + e, mask=missing, other=-float("inf"), cache_modifier=".cg")
+    if PENALTY:
+        v = tl.where(tl.load(penalty + e, mask=missing, other=-2.0) < 0, -float("inf"), v)
+    missing = missing & (v > -float("inf"))
+    turn = tl.load(state + TURN) + 1
+    tl.store(state + TURN, turn)
+    if HINTS:
+        ahead = (v[:, None] > v[None, :]) | ((v[:, None] == v[None, :]) & (e[:, None] < e[None, :]))
+        rank = tl.where(missing, tl.sum(ahead.to(tl.int32), 0), PADDED)
+        word = tl.arange(0, WORDS)
+        wanted = tl.where(word < FIRST, 2 * PADDED, word - FIRST + 1)
+        told = tl.sum(tl.where(rank[None, :] == wanted[:, None], e[None, :], 0), 1)
+        count = tl.minimum(tl.maximum(tl.sum(missing.to(tl.int32), 0) - 1, 0), HINTS)
+        told = tl.where(word == 0, layer, tl.where(word == 1, turn, told))
+        tl.store(hint + word, tl.where(word == 2, count, told))
+        tl.store(state + GUESS, tl.max(tl.where(rank == 0, e, -1), 0))
+    else:
+        tl.store(state + GUESS, tl.where(tl.max(v, 0) > -float("inf"), tl.argmax(v, 0), -1))
 
 
 @triton.jit
-def _guess(
-    x, gain, gate, tiers, penalty, logits, count, ids, own, slots, state, sums, told,
+def _guess_row(
+    x, gain, gate, tiers, penalty, logits, count, state, hint, layer, number,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
-    CHOICES: tl.constexpr, MANY: tl.constexpr, TILES: tl.constexpr, ALL: tl.constexpr,
-    SUMS: tl.constexpr, OWN: tl.constexpr, PENALTY: tl.constexpr, PDL: tl.constexpr,
+    PENALTY: tl.constexpr, HINTS: tl.constexpr, HINT_WORDS: tl.constexpr, HINT_HEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best expert of the next layer's gate for x that is not on the device, by the last
-    program. The scale of the norm changes no order. With OWN it counts what the guess of this layer
-    (`own`), which chose `ids`, was good for, unless the first row is padded. Grid: experts."""
-    row = tl.program_id(0) + tl.arange(0, 1)
+    """Row `number` of the next layer's gate times the first row of x; the last program guesses. The
+    scale of the norm changes no order."""
+    row = number + tl.arange(0, 1)
+    tile, _ = request_rows(gate, gate, row, row < EXPERTS, WIDTH, WIDE, 0, WIDTH == WIDE)
+    if PDL:
+        gdc_wait()
+    if tl.program_id(1) == 0:
+        total, _squares = times_x(tile, tile, x, gain, 1, WIDTH, WIDE, 0, True)
+        tl.store(logits + row, total)
+        tl.debug_barrier()
+        before = tl.atomic_add(count, 1, sem="acq_rel")
+        if before == EXPERTS - 1:
+            tl.store(count, 0)
+            _guess_and_tell(
+                logits, tiers, penalty, state, hint, layer,
+                EXPERTS, PADDED, PENALTY, HINTS, HINT_WORDS, HINT_HEAD,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _route(
+    x, gain, gate, places, penalty, logits, counts, ids, chosen, weights, norms, state, eps,
+    next_gain, next_gate, next_tiers, next_penalty, next_logits, next_count, next_state, hint,
+    layer,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr,
+    SCALE: tl.constexpr, EQUAL: tl.constexpr, PENALTY: tl.constexpr, GUESSED: tl.constexpr,
+    NEXT: tl.constexpr, NEXT_PENALTY: tl.constexpr, HINTS: tl.constexpr, HINT_WORDS: tl.constexpr,
+    HINT_HEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Gate logits of rms_norm(x[t]) * gain, and their top-k by the last program of each row.
+    norms[t]: the norm's scale, which `gate_up` needs. counts[t] is 0 before and after. With GUESSED
+    `link_prefetch` ends what it does for this layer. With NEXT, as many programs again guess an
+    expert of the next layer."""
+    number = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()
-    tile, _ = request_rows(gate, gate, row, row < EXPERTS, WIDTH, WIDE, 0, WIDTH == WIDE)
-    total, _ = times_x(tile, tile, x, gain, 1, WIDTH, WIDE, 0, True)
-    tl.store(logits + row, total)
-    tl.debug_barrier()
-    before = tl.atomic_add(count, 1, sem="acq_rel")
-    if before == EXPERTS - 1:
-        tl.store(count, 0)
+    at = tl.program_id(1).to(tl.int64)
+    if number < EXPERTS:
+        row = number + tl.arange(0, 1)
+        tile, _ = request_rows(gate, gate, row, row < EXPERTS, WIDTH, WIDE, 0, WIDTH == WIDE)
         e = tl.arange(0, PADDED)
-        missing = tl.load(tiers + e, mask=e < EXPERTS, other=0) != 0
-        v = tl.load(logits + e, mask=missing, other=-float("inf"), cache_modifier=".cg")
-        if PENALTY:
-            absent = tl.load(penalty + e, mask=missing, other=-2.0) < 0
-            v = tl.where(absent, -float("inf"), v)
-        found = tl.where(tl.max(v, 0) > -float("inf"), tl.argmax(v, 0), -1)
-        tl.store(state + GUESS, found)
-        tl.store(state + TURN, tl.load(state + TURN) + 1)
-        if OWN:
-            at = tl.arange(0, MANY)
-            chosen = tl.load(ids + at, mask=at < CHOICES, other=-2)
-            made = (tl.load(own + GUESS) >= 0) & (tl.load(slots) >= 0)
-            tiles = tl.arange(0, ALL)
-            copied = tl.load(own + HEAD + tiles, mask=tiles < TILES, other=0)
-            ready = tl.sum(((copied == tl.load(own + TURN)) & (tiles < TILES)).to(tl.int32), 0)
-            right = tl.max((chosen == tl.load(own + GUESS)).to(tl.int32), 0) & (ready > 0)
-            word = tl.arange(0, SUMS)
-            more = tl.where(word == 0, 1, tl.where(word == 1, right, 0)).to(tl.int64)
-            more += tl.where(word == 3 - right, ready, 0)
-            more = tl.load(sums + word) + tl.where(made, more, 0)
-            tl.store(sums + word, more)
-            tl.store(told + word, more)
-    if PDL:
-        # only now: this kernel's inputs were there when it started, because the one before it
-        # waited before it let this one start
-        gdc_wait()
+        known = tl.load(places + e, mask=e < EXPERTS, other=0)
+        if PDL:
+            gdc_wait()
+        if GUESSED:
+            # at the beginning: what is on its way arrives before `gate_up` reads
+            tl.store(state + CHOSEN, tl.load(state + TURN))
+        total, squares = times_x(tile, tile, x + at * WIDTH, gain, 1, WIDTH, WIDE, 0, True)
+        scale = tl.rsqrt(squares / WIDTH + eps)
+        tl.store(logits + at * EXPERTS + row, total * scale)
+        tl.store(norms + at, scale)
+        tl.debug_barrier()
+        before = tl.atomic_add(counts + at, 1, sem="acq_rel")
+        if before == EXPERTS - 1:
+            tl.store(counts + at, 0)
+            _rank_and_store(
+                logits + at * EXPERTS, known, penalty, ids + at * TOP_K, chosen + at * TOP_K,
+                weights + at * TOP_K,
+                EXPERTS, PADDED, TOP_K, NORMALISE, SCALE, EQUAL, PENALTY,
+            )  # fmt: skip
+    elif NEXT:
+        _guess_row(
+            x, next_gain, next_gate, next_tiers, next_penalty, next_logits, next_count, next_state,
+            hint, layer, number - EXPERTS,
+            WIDTH, WIDE, EXPERTS, PADDED, NEXT_PENALTY, HINTS, HINT_WORDS, HINT_HEAD, PDL,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -525,55 +541,61 @@ def _launch(dependent: bool) -> dict[str, Any]:
     return {"PDL": dependent, **({"launch_pdl": True} if dependent else {})}
 
 
+@dataclass(frozen=True, slots=True)
+class NextGate:
+    """The next layer, of which an expert is guessed: only those that are not on the device (`tiers`
+    int8 [E] not 0). `scratch`: logits fp32 [E], and a zero int32 [1] which stays zero."""
+
+    gain: Tensor
+    gate: Tensor
+    penalty: Tensor | None
+    tiers: Tensor
+    scratch: tuple[Tensor, Tensor]
+    guess: LayerGuess
+
+
 def route(
     x: Tensor, gain: Tensor, eps: float, gate: Tensor, rule: GateRule, penalty: Tensor | None,
     places: Tensor, scratch: tuple[Tensor, Tensor], out: RoutedRows, dependent: bool = False,
-    guess: LayerGuess | None = None,
+    guess: LayerGuess | None = None, following: NextGate | None = None,
 ) -> None:  # fmt: skip
     """The experts of rms_norm(x [T, D]) * gain. `scratch`: logits fp32 [T, E], and zeros int32 [T]
-    which stay zeros. Rules with groups are not supported. `guess`: what was prefetched for them."""
+    which stay zeros. Rules with groups are not supported. `guess`: what was prefetched for them.
+    `following`: guess an expert of this layer, which has as many, for the first row."""
     experts, width = gate.shape
     logits, counts = scratch
-    _route[(experts, len(x))](
+    own = counts if guess is None else guess.state
+    assert following is None or following.gate.shape == gate.shape
+    told = following.guess.hint if following is not None else None
+    if following is None:
+        coming = gain, gate, places, gate, logits, counts, own, own, 0
+    else:
+        state, other = following.guess.state, following.penalty
+        coming = (
+            following.gain, following.gate, following.tiers, gate if other is None else other,
+            *following.scratch, state, state if told is None else told, following.guess.row,
+        )  # fmt: skip
+    _route[(experts * (1 if following is None else 2), len(x))](
         x, gain, gate, places, gate if penalty is None else penalty, logits, counts,
-        out.ids, out.places, out.weights, out.norms, counts if guess is None else guess.state, eps,
-        WIDTH=width, WIDE=triton.next_power_of_2(width), ROWS=1, GUESSED=guess is not None,
+        out.ids, out.places, out.weights, out.norms, own, eps, *coming,
+        WIDTH=width, WIDE=triton.next_power_of_2(width), GUESSED=guess is not None,
+        NEXT=following is not None,
+        NEXT_PENALTY=following is not None and following.penalty is not None,
+        HINTS=0 if told is None else min(rule.top_k - 1, HINT_WORDS - HINT_HEAD),
+        HINT_WORDS=HINT_WORDS, HINT_HEAD=HINT_HEAD,
         **_rule(rule, experts, penalty), **_launch(dependent), num_warps=4,
-    )  # fmt: skip
-
-
-def guess_next(
-    x: Tensor, gain: Tensor, gate: Tensor, tiers: Tensor, penalty: Tensor | None,
-    scratch: tuple[Tensor, Tensor], ids: Tensor, own: LayerGuess | None, slots: Tensor,
-    guess: LayerGuess, dependent: bool = False,
-) -> None:  # fmt: skip
-    """Guess an expert of the next layer, which has these `gain` and `gate`, for the first row of
-    x, and which is not on the device (`tiers` int8 [E] not 0). `scratch`: logits fp32 [E], and a
-    zero int32 [1] which stays zero. `ids`: what this layer has chosen, whose guess was `own`; it is
-    counted if the first of `slots` is not -1. With `dependent` the kernel in front of it must wait
-    before it lets this one start."""
-    experts, width = gate.shape
-    tiles = guess.state.numel() - HEAD.value
-    logits, count = scratch
-    _guess[(experts,)](
-        x, gain, gate, tiers, gate if penalty is None else penalty, logits, count, ids,
-        guess.state if own is None else own.state, slots, guess.state, guess.sums, guess.told,
-        WIDTH=width, WIDE=triton.next_power_of_2(width), EXPERTS=experts,
-        PADDED=triton.next_power_of_2(experts), CHOICES=ids.numel(),
-        MANY=triton.next_power_of_2(ids.numel()), TILES=tiles, ALL=triton.next_power_of_2(tiles),
-        SUMS=SUMS, OWN=own is not None, PENALTY=penalty is not None, **_launch(dependent),
-        num_warps=4,
     )  # fmt: skip
 
 
 def guess_torch(
     x: Tensor, gain: Tensor, gate: Tensor, tiers: Tensor, penalty: Tensor | None
-) -> int:
-    """The plain twin of what `guess_next` guesses; -1: all are on the device."""
+) -> list[int]:
+    """The plain twin of what `route` guesses of the following layer, best first; empty: all are on
+    the device."""
     logits = (x[0].float() * gain.float()) @ gate.float().T
     possible = tiers != 0 if penalty is None else (tiers != 0) & (penalty >= 0)
-    logits[~possible] = -float("inf")
-    return int(logits.argmax()) if possible.any() else -1
+    order: list[int] = logits.argsort(descending=True, stable=True).tolist()
+    return [expert for expert in order if possible[expert]]
 
 
 def choose(

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from coterie.kernels.decoder import DecoderLayer, DecoderShape
     from coterie.kernels.patch import Segment
     from coterie.kernels.triton.expert_groups import ExpertScratch
-    from coterie.kernels.triton.link_prefetch import LayerGuess
+    from coterie.kernels.triton.link_prefetch import LinkPrefetch
     from coterie.models.build.layers import EmbeddingAndHead
     from coterie.models.build.moe import MoeLayer
     from coterie.moe.runtime.device_pool import DevicePool
@@ -596,9 +596,10 @@ class DeviceDecoder:
         chosen = routed_rows(routed[row]) if both is None else replace(both, ids=routed[row])
         ahead = None if both is not None or index in self._shared else pool.prefetch
         guess = None if ahead is None or row == 0 else ahead.layer(row)
+        following = None if ahead is None else self._next_gate(row, pool, ahead)
         expert_gemv.route(
             x, layer.norm, self._shape.eps, self._gates[index], rule, penalty, own.places,
-            self._gate_scratch, chosen, early, guess,
+            self._gate_scratch, chosen, early, guess, following,
         )  # fmt: skip
         early = not place_missing(pool, row, chosen) and early
         sizes, inner = pair_sizes(own.record), own.record.intermediate
@@ -609,13 +610,10 @@ class DeviceDecoder:
         chosen = both or chosen
         acts = torch.empty((chosen.places.numel(), inner), dtype=x.dtype, device=x.device)
         expert_gemv.pair_gate_up(x, chosen, own, acts, sizes, layer.norm, early, taken, guess)
-        goes_on = ahead is not None and self._guess_next(
-            x, row, chosen.ids, pool, guess, slots, early
-        )
         if both is not None or index not in self._shared:
             expert_gemv.pair_down(acts, chosen, own, x, sizes, dependent=early, taken=taken)
-            if goes_on:
-                self._prefetch(pool, row + 1)
+            if following is not None:
+                self._prefetch(pool, row + 1, None if guess is None else (chosen.ids, slots))
             if share is not None:
                 share.add(x, early)
             return
@@ -629,39 +627,32 @@ class DeviceDecoder:
         if share is not None:
             share.add(x, early)
 
-    def _guess_next(
-        self,
-        x: Tensor,
-        row: int,
-        ids: Tensor,
-        pool: DevicePool,
-        own: LayerGuess | None,
-        slots: Tensor,
-        early: bool,
-    ) -> bool:
-        """Guess an expert of the layer behind number `row`, if there is one that has experts."""
+    def _next_gate(
+        self, row: int, pool: DevicePool, ahead: LinkPrefetch
+    ) -> expert_gemv.NextGate | None:
+        """The layer behind number `row`, if it has experts."""
         index = self._by_row[row] + 1
-        if index not in self._moe or pool.prefetch is None:
-            return False
+        if index not in self._moe or self._gates[index].shape != self._gates[index - 1].shape:
+            return None
         layer = self._moe[index][1]
         assert layer.norm is not None
         logits, counts = self._gate_scratch
-        expert_gemv.guess_next(
-            x, layer.norm, self._gates[index], pool.tiers[row + 1], layer.gate.penalty(x.device),
-            (logits[-1], counts[-1:]), ids, own, slots, pool.prefetch.layer(row + 1), early,
+        gate = self._gates[index]
+        return expert_gemv.NextGate(
+            layer.norm, gate, layer.gate.penalty(gate.device), pool.tiers[row + 1],
+            (logits[-1], counts[-1:]), ahead.layer(row + 1),
         )  # fmt: skip
-        return True
 
-    def _prefetch(self, pool: DevicePool, row: int) -> None:
+    def _prefetch(self, pool: DevicePool, row: int, before: tuple[Tensor, Tensor] | None) -> None:
         """Read the guess of layer number `row` ahead, beside what this stream is given from now
-        on."""
+        on. `before`: see `LinkPrefetch.start`."""
         assert pool.prefetch is not None
         if self._beside is None:
-            pool.prefetch.start(row, pool.places[row])
+            pool.prefetch.start(row, pool.places[row], before)
             return
         self._beside.wait_stream(torch.cuda.current_stream(self._norm.device))
         with torch.cuda.stream(self._beside):
-            pool.prefetch.start(row, pool.places[row])
+            pool.prefetch.start(row, pool.places[row], before)
         self._is_forked = True
 
     def _join(self) -> None:

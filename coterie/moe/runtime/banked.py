@@ -126,7 +126,8 @@ class BankedExperts:
             return None
         told = self._told.view(0, 8 * SUMS).view(torch.int64)
         layers = len(self._geometry.layers)
-        return LinkPrefetch.new(self.pool.arena, buffer, record, layers, told)
+        hint = None if self._share is None else self._share.hint
+        return LinkPrefetch.new(self.pool.arena, buffer, record, layers, told, hint)
 
     def _measure_link(self) -> None:
         """The bank need not be full: rates do not depend on what is read."""

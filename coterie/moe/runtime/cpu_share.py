@@ -178,6 +178,11 @@ class CpuShare:
                 return False
         return True
 
+    @property
+    def hint(self) -> Tensor:
+        """Where the CPU looks for experts of which a job may come."""
+        return self._bell.hint
+
     def room(self, shape: tuple[int, ...]) -> Tensor:
         """int32 zeros of this shape, always the same: what the CPU takes of each pair."""
         if shape not in self._taken:
@@ -287,6 +292,7 @@ class CpuShare:
             "jobs": counts.jobs,
             "bytes": counts.nbytes,
             "busy_s": counts.busy_ns / 1e9,
+            "hinted": counts.hinted,
             "wait_s": self._bell.sums.tolist()[2] / 1e9,
             "failures": self.failures,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,10 @@ def usage(cubin: bytes, folder: Path) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def instructions(cubin: bytes, folder: Path) -> set[str]:
+def instructions(cubin: bytes, folder: Path) -> Counter[str]:
+    """How often each is in a kernel."""
     text = _told("nvdisasm", "-c", cubin, folder)
-    return set(re.findall(r"\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9_.]+)", text))
+    return Counter(re.findall(r"\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9_.]+)", text))
 
 
 def _told(tool: str, option: str, cubin: bytes, folder: Path) -> str:

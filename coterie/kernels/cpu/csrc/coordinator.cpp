@@ -1,5 +1,6 @@
 // The CPU's side of a step on a device. The device writes a job to memory that both see and then its
-// number (`rung`); a thread of this module computes it and writes the number back (`answered`).
+// number (`rung`); threads of this module compute it and write the answer with that number in it. Then
+// the number itself is written (`answered`), for the host.
 #include "crew.h"
 #include "share.h"
 
@@ -11,7 +12,8 @@ struct ShareSetup {
     const volatile int32_t* job;  // layer, rows, pairs
     const SharePair* pairs;
     const float* x;
-    float* out;
+    uint64_t* out;
+    const volatile ShareHint* hint;
 };
 
 namespace {
@@ -22,8 +24,9 @@ constexpr int64_t QUIET_NS = 1000000000;  // without a job or a wake-up: naps be
 class Coordinator {
   public:
     explicit Coordinator(const ShareSetup& setup)
-        : setup_(setup), layers_(setup.layers, setup.layers + setup.num_layers), crew_(int(setup.threads)) {
-        run_.reserve(layers_.data(), setup.num_layers, setup.max_rows, setup.max_pairs);
+        : setup_(setup), layers_(setup.layers, setup.layers + setup.num_layers),
+          run_(layers_.data(), setup.num_layers, setup.max_rows, setup.max_pairs, setup.threads),
+          crew_(int(setup.threads), [this](int thread) { return read_ahead(thread); }) {
         thread_ = std::thread([this] { loop(); });
     }
     ~Coordinator() {
@@ -44,7 +47,7 @@ class Coordinator {
 
     void pause(bool paused) { paused_ = paused; }
 
-    void read(int64_t* out) const { out[0] = jobs_, out[1] = bytes_, out[2] = busy_ns_, out[3] = naps_, out[4] = refused_; }
+    void read(int64_t* out) const { out[0] = jobs_, out[1] = bytes_, out[2] = busy_ns_, out[3] = naps_, out[4] = refused_, out[5] = run_.hinted(); }
 
   private:
     void loop() {
@@ -53,7 +56,7 @@ class Coordinator {
         while (!stop_) {
             const uint32_t woken = woken_;
             const auto rings = [&] { return stop_ || (!paused_ && setup_.rung->load(std::memory_order_acquire) != last); };
-            if (spin_until(rings)) {
+            if (spin_until(rings, [&] { return read_ahead(0); })) {
                 if (stop_) return;
                 last = setup_.rung->load(std::memory_order_acquire);
                 answer(last);
@@ -65,6 +68,8 @@ class Coordinator {
             heard = now_ns();
         }
     }
+
+    bool read_ahead(int thread) { return run_.read_ahead(layers_.data(), setup_.num_layers, *setup_.hint, thread); }
 
     void nap(uint32_t woken, int64_t ns) {
         ++naps_;
@@ -82,7 +87,7 @@ class Coordinator {
             return;
         }
         crew_.settle();
-        const int64_t bytes = run_.prepare({&layers_[layer], setup_.pairs, pairs, rows, setup_.x, setup_.out});
+        const int64_t bytes = run_.prepare({&layers_[layer], setup_.pairs, pairs, rows, setup_.x, setup_.out, number});
         crew_.run(run_);
         ++jobs_, bytes_ += bytes, busy_ns_ += now_ns() - begin;
         setup_.answered->store(number, std::memory_order_release);  // who sees it sees the counts
@@ -90,8 +95,8 @@ class Coordinator {
 
     const ShareSetup setup_;
     const std::vector<ShareLayer> layers_;
-    Crew crew_;
     ShareRun run_;
+    Crew crew_;  // its threads look at all of the above
     std::atomic<int64_t> jobs_{0}, bytes_{0}, busy_ns_{0}, naps_{0}, refused_{0};
     std::atomic<uint32_t> woken_{0};
     std::atomic<int> napping_{0};

@@ -3,6 +3,7 @@
 #pragma once
 #include <chrono>
 #include <condition_variable>
+#include <functional>
 #include <mutex>
 #include <thread>
 
@@ -14,13 +15,14 @@ inline int64_t now_ns() {
 
 constexpr int64_t SPIN_NS = 1000000, POLITE_NS = 200000;  // from POLITE_NS on other threads get the core
 
-// Waits for `ready()` for at most SPIN_NS. Returns whether it is.
-template <class Ready> bool spin_until(Ready ready) {
+// Waits for `ready()` for at most SPIN_NS. Returns whether it is. `idle()`, which returns whether it did
+// anything, is called meanwhile.
+template <class Ready, class Idle> bool spin_until(Ready ready, Idle idle) {
     const int64_t begin = now_ns();
     for (;;) {
         for (int i = 0; i < 64; ++i) {
             if (ready()) return true;
-            cpu_relax();
+            if (!idle()) cpu_relax();
         }
         const int64_t spent = now_ns() - begin;
         if (spent > SPIN_NS) return ready();
@@ -28,11 +30,54 @@ template <class Ready> bool spin_until(Ready ready) {
     }
 }
 
+// The last job in which somebody took a part.
+struct alignas(64) Claim {
+    std::atomic<uint32_t> job{0};
+    bool take(uint32_t number) { return job.load(std::memory_order_relaxed) != number && job.exchange(number) != number; }
+};
+
+// One thread of a crew in a job.
+class CrewTeam : public Team {
+  public:
+    CrewTeam(Phase* phases, Claim* claims, uint32_t job, int size, int index) : Team(phases, size), claims_(claims), job_(job), index_(index) {}
+    int index() const { return index_; }
+
+    // A phase of two halves. The first has a part for every thread, own(thread), which others take only
+    // if it never comes; the second, rest(begin, end) over [0, count), goes to whoever is free, in long
+    // chunks first and short ones at the end. Returns when all of it is taken.
+    template <class Own, class Rest> void take_own(Own own, int64_t count, Rest rest) {
+        Phase& phase = *phase_++;
+        Claim* const claims = claims_;
+        claims_ += size();
+        const int64_t chunks = int64_t(size()) * (LEVELS - 1);
+        int64_t done = 0;
+        const auto begin = [&](int thread) {
+            if (!claims[thread].take(job_)) return;
+            own(thread);
+            ++done;
+        };
+        begin(index_);
+        const auto start = [&](int64_t chunk) { return int64_t((2.0 * part_before(chunk + size(), size()) - 1.0) * double(count)); };
+        for (int64_t chunk; (chunk = phase.next.fetch_add(1, std::memory_order_relaxed)) < chunks; ++done)
+            if (start(chunk) < start(chunk + 1)) rest(start(chunk), start(chunk + 1));
+        for (int thread = 0; thread < size(); ++thread) begin(thread);
+        finish(phase, done);
+    }
+    // Until it is finished; `idle` as in `share`.
+    template <class Idle> void wait_taken(Idle idle) { wait(phase_[-1], int64_t(size()) * LEVELS, idle); }
+
+  private:
+    Claim* claims_;
+    const uint32_t job_;
+    const int index_;
+};
+
 class Crew {
   public:
-    // `size` threads work on a job, the one that calls `run` included.
-    explicit Crew(int size) : phases_(MOST_PHASES), size_(size) {
-        for (int i = 1; i < size; ++i) threads_.emplace_back([this] { work(); });
+    // `size` threads work on a job, the one that calls `run` included. `idle(thread)`, which returns
+    // whether it did anything, is what the others do until the next.
+    Crew(int size, std::function<bool(int)> idle) : phases_(MOST_PHASES), claims_(MOST_PHASES * size), size_(size), idle_(std::move(idle)) {
+        for (int i = 1; i < size; ++i) threads_.emplace_back([this, i] { work(i); });
     }
     ~Crew() {
         stop_ = true;
@@ -45,11 +90,11 @@ class Crew {
     template <class Body> void run(Body& body) {
         settle();
         for (Phase& phase : phases_) phase.next = 0, phase.done = 0;
-        call_ = [](void* data, Team& team) { (*static_cast<Body*>(data))(team); };
+        call_ = [](void* data, CrewTeam& team) { (*static_cast<Body*>(data))(team); };
         data_ = &body;
-        job_.fetch_add(1);  // odd: open
+        const uint32_t job = job_.fetch_add(1) + 1;  // odd: open
         if (asleep_.load()) notify();
-        Team team(phases_.data(), size_);
+        CrewTeam team(phases_.data(), claims_.data(), job, size_, 0);
         body(team);
         job_.fetch_add(1);
     }
@@ -72,11 +117,11 @@ class Crew {
         awake_.notify_all();
     }
 
-    void work() {
+    void work(int index) {
         for (uint32_t done = 0; !stop_;) {
             const auto open = [&] { return stop_ || (job_.load(std::memory_order_acquire) != done && (job_ & 1)); };
             const uint32_t roused = roused_;
-            if (!spin_until(open)) {
+            if (!spin_until(open, [&] { return idle_(index); })) {
                 std::unique_lock<std::mutex> lock(mutex_);
                 ++asleep_;
                 awake_.wait(lock, [&] { return open() || roused_ != roused; });
@@ -86,7 +131,7 @@ class Crew {
             const uint32_t job = job_;
             ++inside_;
             if (!stop_ && (job & 1) && job_ == job) {  // still open: the body stays until nobody is inside
-                Team team(phases_.data(), size_);
+                CrewTeam team(phases_.data(), claims_.data(), job, size_, index);
                 call_(data_, team);
             }
             --inside_;
@@ -95,8 +140,10 @@ class Crew {
     }
 
     std::vector<Phase> phases_;
+    std::vector<Claim> claims_;
     const int size_;
-    void (*call_)(void*, Team&) = nullptr;
+    const std::function<bool(int)> idle_;
+    void (*call_)(void*, CrewTeam&) = nullptr;
     void* data_ = nullptr;
     alignas(64) std::atomic<uint32_t> job_{0}, roused_{0};
     alignas(64) std::atomic<int> inside_{0};

@@ -6,6 +6,7 @@
 constexpr int VB = 4 * VL;  // bytes of a vector
 
 CT_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+CT_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }  // not into the first cache
 
 #if defined(__aarch64__) && !defined(CT_GENERIC)
 // ------------------------------------------------------------------------------------- NEON

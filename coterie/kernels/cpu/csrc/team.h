@@ -37,7 +37,8 @@ class Team {
     int size() const { return size_; }
 
     // Calls run(begin, end) over [0, count) in chunks of `grain`; returns when all are finished.
-    template <class Run> void share(int64_t count, int64_t grain, Run run) {
+    // `idle()`, which returns whether it did anything, is called while it waits for others.
+    template <class Run, class Idle> void share(int64_t count, int64_t grain, Run run, Idle idle) {
         Phase& phase = *phase_++;
         int64_t own = 0;
         for (;;) {
@@ -47,25 +48,29 @@ class Team {
             run(begin, end);
             own += end - begin;
         }
-        // once, because many threads that write to one line wait for each other
+        finish(phase, own);
+        wait(phase, count, idle);
+    }
+    template <class Run> void share(int64_t count, int64_t grain, Run run) {
+        share(count, grain, run, [] { return false; });
+    }
+
+  protected:
+    // once, because many threads that write to one line wait for each other
+    static void finish(Phase& phase, int64_t own) {
         if (own) phase.done.fetch_add(own, std::memory_order_release);
-        for (int spins = 0; phase.done.load(std::memory_order_acquire) < count; ++spins) {
-            if (spins < 2048) cpu_relax();
+    }
+    template <class Idle> static void wait(const Phase& phase, int64_t count, Idle idle) {
+        for (int spins = 0; phase.done.load(std::memory_order_acquire) < count;) {
+            if (idle()) continue;
+            if (++spins < 2048) cpu_relax();
             else sched_yield();  // another thread has lost its core and still has work
         }
     }
 
-    // The same in long chunks first and short ones at the end, where a part of the work is as good as
-    // its part of [0, count).
-    template <class Run> void share_shrinking(int64_t count, Run run) {
-        share(int64_t(size_) * LEVELS, 1, [&](int64_t chunk, int64_t) {
-            const auto start = [&](int64_t index) { return int64_t(part_before(index, size_) * double(count)); };
-            if (start(chunk) < start(chunk + 1)) run(start(chunk), start(chunk + 1));
-        });
-    }
+    Phase* phase_;
 
   private:
-    Phase* phase_;
     int size_;
 };
 
