@@ -188,6 +188,8 @@ def _await_cpu(
     given = tl.load(state + _GIVEN)
     if given > 0:
         number = tl.load(state + _JOBS)
+        # the limit is the same for programs that begin later
+        rang = tl.load(clock + _RANG)
         begin = _now()
         column = part * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < WIDTH
@@ -197,7 +199,7 @@ def _await_cpu(
         there = _belongs(words, number, inside)
         # also the first look takes time, while others read over the link
         end = _now() if _ON_DEVICE else begin
-        while (there == 0) & (end - begin < limit):
+        while (there == 0) & (end - rang < limit):
             _pause(PAUSE)
             words = tl.load(place, mask=inside, other=0, volatile=True)
             there = _belongs(words, number, inside)
@@ -211,7 +213,7 @@ def _await_cpu(
             if (at == 0) & (part == 0):
                 # sums of all jobs, for the host
                 kind = tl.arange(0, 4)
-                spent = tl.where(kind == 1, begin - tl.load(clock + _RANG), 1)
+                spent = tl.where(kind == 1, begin - rang, 1)
                 spent = tl.where(kind == 2, end - begin, spent)
                 spent = tl.where(kind == 3, tl.load(clock + _LINK), spent)
                 total = tl.load(clock + kind) + spent

@@ -535,6 +535,8 @@ def _rule(rule: GateRule, experts: int, penalty: Tensor | None) -> dict[str, Any
 
 # more rows are ranked several in a program
 MANY_ROWS = 512
+# more experts are not ranked for a hint: all compared with all would not fit into registers
+_RANKED = 128
 
 
 def _launch(dependent: bool) -> dict[str, Any]:
@@ -566,7 +568,7 @@ def route(
     logits, counts = scratch
     own = counts if guess is None else guess.state
     assert following is None or following.gate.shape == gate.shape
-    told = following.guess.hint if following is not None else None
+    told = following.guess.hint if following is not None and experts <= _RANKED else None
     if following is None:
         coming = gain, gate, places, gate, logits, counts, own, own, 0
     else:

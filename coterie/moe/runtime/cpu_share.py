@@ -179,6 +179,11 @@ class CpuShare:
         return True
 
     @property
+    def pinned(self) -> bool:
+        """Whether the device sees the memory of its bell."""
+        return self._arena.pinned
+
+    @property
     def hint(self) -> Tensor:
         """Where the CPU looks for experts of which a job may come."""
         return self._bell.hint
@@ -306,12 +311,16 @@ class CpuShare:
 def open_share(
     bank: HostBank, geometry: ExpertGeometry, records: Mapping[int, DeviceRecord]
 ) -> CpuShare | None:
-    """None without a compiler, and where layers have different experts."""
+    """None without a compiler or pinned memory, and where layers have different experts."""
     library, (first, *others) = native(), records.values()
     same = all(each == first for each in others)
     if library is None or not same or bank.device.type != "cuda" or geometry.top_k > MAX_PAIRS:
         return None
-    return CpuShare(bank, geometry, first, library)
+    share = CpuShare(bank, geometry, first, library)
+    if not share.pinned:
+        share.close()
+        return None
+    return share
 
 
 def _mixed(old: float, new: float) -> float:

@@ -100,7 +100,7 @@ class Crew {
     }
 
     void settle() {
-        while (inside_.load(std::memory_order_acquire)) cpu_relax();
+        while (inside_.load()) cpu_relax();
     }
 
     // Work will come soon.

@@ -37,7 +37,7 @@ int64_t ShareRun::prepare(const ShareJob& job) {
     job_ = job, num_pairs_ = 0, num_blocks_ = 0, rest_ = 0;
     job_.rows = std::min(job.rows, max_rows_);
     for (int64_t i = 0; i < std::min(job.num_pairs, max_pairs_); ++i)
-        if (valid(job.pairs[i])) pairs_[num_pairs_++] = job.pairs[i];
+        if (const SharePair pair = job.pairs[i]; valid(pair)) pairs_[num_pairs_++] = pair;
     for (int64_t i = num_pairs_ - 1; i >= 0; --i) order_[pairs_[i].expert] = int32_t(i);
     // experts in the order in which they come, as a hint has them; few: by insertion, which keeps the
     // order of the rows
@@ -58,7 +58,7 @@ int64_t ShareRun::prepare(const ShareJob& job) {
     }
     for (int64_t i = 0; i < num_blocks_ * (inner_ / GROUP); ++i) finished_[i].store(0, std::memory_order_relaxed);
     count_hinted();
-    ++jobs_;
+    last_ = job_.layer, ++jobs_;
     return bytes;
 }
 
@@ -84,7 +84,12 @@ bool ShareRun::read_ahead(const ShareLayer* layers, int64_t count, const volatil
     Waiting& own = waiting_[thread];
     const int64_t jobs = jobs_.load(std::memory_order_relaxed);
     const int32_t number = hint.layer, turn = hint.turn;
-    if (jobs == own.jobs || number < 0 || number >= count || (own.layer == layers + number && own.turn == turn)) return own.ahead.some();
+    if (jobs == own.jobs) return own.ahead.some();
+    if (own.layer == last_.load(std::memory_order_relaxed)) own.ahead.clear();  // its job has begun
+    if (number < 0 || number >= count || (own.layer == layers + number && own.turn == turn)) {
+        own.jobs = jobs;
+        return own.ahead.some();
+    }
     const ShareLayer& layer = layers[number];
     own.layer = &layer, own.turn = turn, own.count = 0, own.jobs = jobs, own.ahead.clear();
     const Slice rows = own_part(layer.intermediate / AT_ONCE / 2, thread, int64_t(waiting_.size()));

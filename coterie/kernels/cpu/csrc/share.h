@@ -63,7 +63,7 @@ class ReadAhead {
     struct Range {
         const uint8_t *at, *end;
     };
-    std::array<Range, 32> ranges_;
+    std::array<Range, 4 * ShareHint::MOST> ranges_;  // gate and up, with their scales
     int count_ = 0, next_ = 0;
 };
 
@@ -111,6 +111,7 @@ class ShareRun {
     std::vector<int32_t> order_;                   // by expert: where it came first
     std::vector<std::atomic<int32_t>> finished_;  // channels of each group of each block
     std::vector<Waiting> waiting_;                 // by thread
+    std::atomic<const ShareLayer*> last_{nullptr};  // of the last job
     std::atomic<int64_t> jobs_{0}, hinted_{0};
     Buffer x_, gates_, ups_, acts_, sums_;
 };
