@@ -5,7 +5,8 @@
 One row, whole experts of Qwen3-30B-A3B's shape in the device's layout, every job other ones out of
 more bytes than all caches hold; numbers of experts interleaved, medians. A line through the medians
 tells what a job costs before its first byte and behind its last, and the rate at which it reads
-weights. The limit is a sum over memory on the same number of threads, in the same run.
+weights. The same jobs again, with all their experts named in a hint 40 us before. The limit is a
+sum over memory on the same number of threads, in the same run.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from coterie.moe.runtime.tiers import MemoryArena
 SHAPE = (2048, 768)
 COUNTS = (1, 2, 4, 6, 8)
 FOOTPRINT_BYTES = 3 << 30
+# from one job to the next, as in a step
+AHEAD_S = 40e-6
 KINDS = ("int4", "int8", "bf16")
 
 
@@ -64,16 +67,22 @@ class JobTimer:
         self._coordinator = ShareCoordinator(library, self._bell, [records], threads)
         self._number = self._next = 0
 
-    def job(self, experts: int) -> float:
-        """Seconds of a job with so many experts."""
+    def job(self, experts: int, is_hinted: bool) -> float:
+        """Seconds of a job with so many experts, which a hint may have named before."""
         bell, weight = self._bell, int(torch.ones(1).view(torch.int32))
         inner, total = self._records.record.intermediate, len(self._records.records)
         rows = [[(self._next + at) % total, 0, inner, weight] for at in range(experts)]
         self._next += experts
         bell.pairs[:experts] = torch.tensor(rows, dtype=torch.int32)
         bell.job.copy_(torch.tensor([0, 1, experts]))
-        before = self._coordinator.counts()
         self._number += 1
+        begin = time.perf_counter()
+        if is_hinted:
+            told = [0, self._number, experts, *(row[0] for row in rows)]
+            bell.hint[: len(told)] = torch.tensor(told, dtype=torch.int32)
+        while time.perf_counter() < begin + AHEAD_S:
+            pass
+        before = self._coordinator.counts()
         bell.rung.fill_(self._number)
         deadline, answered = time.perf_counter() + 10, bell.answered.numpy()
         # who sees the answer sees the counts
@@ -86,17 +95,24 @@ class JobTimer:
         self._coordinator.close()
 
 
-def measure(records: ShareRecords, threads: int, rounds: int) -> dict[int, float]:
-    """Median seconds by the number of experts."""
+def measure(
+    records: ShareRecords, threads: int, rounds: int
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Median seconds by the number of experts, without hints and with them."""
     timer = JobTimer(records, threads)
     try:
-        found: dict[int, list[float]] = {count: [] for count in COUNTS}
+        found: dict[tuple[bool, int], list[float]]
+        found = {(hinted, count): [] for count in COUNTS for hinted in (False, True)}
         for turn in range(rounds + 3):  # threads wake up, and see their memory
-            for count, taken in found.items():
-                seconds = timer.job(count)
+            for (hinted, count), taken in found.items():
+                seconds = timer.job(count, hinted)
                 if turn >= 3:
                     taken.append(seconds)
-        return {count: statistics.median(taken) for count, taken in found.items()}
+        plain, hinted_ones = (
+            {count: statistics.median(found[hinted, count]) for count in COUNTS}
+            for hinted in (False, True)
+        )
+        return plain, hinted_ones
     finally:
         timer.close()
 
@@ -126,14 +142,16 @@ def report(
     for kind in kinds:
         records = records_of(kind, shape, footprint)
         size = records.record.nbytes
-        seconds = measure(records, threads, rounds)
+        seconds, hinted = measure(records, threads, rounds)
         fixed, rate = fitted(size, seconds)
         told["kinds"][kind] = {
             "record_bytes": size, "fixed_s": fixed, "bytes_s": rate,
             "seconds": {str(count): taken for count, taken in seconds.items()},
+            "hinted_seconds": {str(count): taken for count, taken in hinted.items()},
         }  # fmt: skip
         by_count = ", ".join(
-            f"{count}: {taken * 1e6:.0f} us ({count * size / taken / 1e9:.1f} GB/s)"
+            f"{count}: {taken * 1e6:.0f} us ({count * size / taken / 1e9:.1f} GB/s, "
+            f"hinted {hinted[count] * 1e6:.0f})"
             for count, taken in seconds.items()
         )
         print(f"{kind}: {by_count}")

@@ -232,7 +232,8 @@ def test_its_benchmark_tells_fixed_cost_and_rate(tmp_path: Path) -> None:
     told = json.loads(file.read_text())
     assert told["limit_bytes_s"] > 0 and set(told["kinds"]) == {"int4", "bf16"}
     for found in told["kinds"].values():
-        assert all(seconds > 0 for seconds in found["seconds"].values())
+        for name in ("seconds", "hinted_seconds"):
+            assert all(seconds > 0 for seconds in found[name].values())
     # of a line that is known: 20 us, and 4 GB/s
     known = {count: 2e-5 + count * 10**6 / 4e9 for count in cpu_share.COUNTS}
     fixed, rate = cpu_share.fitted(10**6, known)
