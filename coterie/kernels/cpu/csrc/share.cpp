@@ -82,18 +82,14 @@ static void add_gate_up(ReadAhead& ahead, const ShareLayer& layer, const uint8_t
 
 bool ShareRun::read_ahead(const ShareLayer* layers, int64_t count, const volatile ShareHint& hint, int thread) {
     Waiting& own = waiting_[thread];
-    const int64_t jobs = jobs_.load(std::memory_order_relaxed);
-    const int32_t number = hint.layer, turn = hint.turn;
-    if (jobs == own.jobs) return own.ahead.some();
-    if (own.layer == last_.load(std::memory_order_relaxed)) own.ahead.clear();  // its job has begun
-    if (number < 0 || number >= count || (own.layer == layers + number && own.turn == turn)) {
-        own.jobs = jobs;
-        return own.ahead.some();
-    }
+    const int64_t jobs = jobs_, since = jobs - own.jobs;
+    if (!own.free && (since > 1 || (since == 1 && last_ == own.layer))) own.free = true, own.ahead.clear();
+    const int32_t number = hint.layer, turn = hint.turn, experts = hint.count;
+    const bool is_new = experts > 0 && number >= 0 && number < count && (own.layer != layers + number || own.turn != turn);
+    if (!own.free || !is_new) return own.ahead.some();
     const ShareLayer& layer = layers[number];
-    own.layer = &layer, own.turn = turn, own.count = 0, own.jobs = jobs, own.ahead.clear();
+    own.layer = &layer, own.turn = turn, own.count = 0, own.jobs = jobs, own.free = false;
     const Slice rows = own_part(layer.intermediate / AT_ONCE / 2, thread, int64_t(waiting_.size()));
-    const int32_t experts = hint.count;
     for (int i = 0; i < std::min(experts, ShareHint::MOST); ++i) {
         const int32_t expert = hint.experts[i];
         if (expert < 0 || expert >= layer.experts || !layer.records[expert]) continue;

@@ -74,8 +74,9 @@ class ShareRun {
     // Sorts the pairs by expert; those that are not valid are left out. Returns the bytes of weights.
     int64_t prepare(const ShareJob& job);
     void operator()(CrewTeam& team);
-    // Between jobs: a thread requests its own part of the experts of a hint. Returns whether it did. One
-    // hint for a job: where none comes, nobody needs what would be read.
+    // Between jobs: a thread requests its own part of the experts of a hint. Returns whether it did. It
+    // keeps a hint until the job of that layer begins, or two others: where none comes, nobody needs what
+    // would be read.
     bool read_ahead(const ShareLayer* layers, int64_t count, const volatile ShareHint& hint, int thread);
     // Experts of jobs so far that a hint had named.
     int64_t hinted() const { return hinted_; }
@@ -93,7 +94,8 @@ class ShareRun {
         const ShareLayer* layer = nullptr;
         int32_t turn = 0, count = 0;
         int32_t experts[ShareHint::MOST];
-        int64_t jobs = -1;
+        int64_t jobs = 0;
+        bool free = true;  // for another hint
     };
     void count_hinted();
     template <int KIND> void run(CrewTeam& team);
