@@ -3,16 +3,28 @@
 layer: the tiles of a guess are copied from RAM while other work runs, and a layer of random experts
 reads them from the buffer and the others where they lie, against torch. answers: one stream of a
 model none of whose experts have slots has the tokens of all resident, and every guess is counted.
+hints: the same with a quarter in slots, where nothing is copied and the CPU gets hints alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
-from tests.cuda.share import EXPERTS, HIDDEN, INNER, TOLERANCE, TOP_K, random_records
+from coterie.core.moe import MoeSettings
+from tests.cuda.share import (
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    TOLERANCE,
+    TOP_K,
+    native_library,
+    random_records,
+)
 from tests.cuda.suite import Check, NotHere
 
 
@@ -20,6 +32,7 @@ def checks(device: str) -> Iterator[Check]:
     for kind in TOLERANCE:
         yield Check("prefetch", f"prefetch/layer/{kind}", partial(_layer, device, kind))
     yield Check("prefetch", "prefetch/answers", partial(_answers, device))
+    yield Check("prefetch", "prefetch/hints", partial(_hints, device))
 
 
 @torch.inference_mode()
@@ -67,12 +80,14 @@ def _layer(device: str, kind: str) -> str:
     tiles: int = INNER // TILE.value
     flags = ahead.state[1, HEAD.value :]
     assert int((flags == ahead.state[1, TURN.value]).sum()) == tiles, "tiles are missing"
-    same = ahead.buffer == here[guess]
+    buffer = ahead.buffer
+    assert buffer is not None
+    same = buffer == here[guess]
     scales = slice(record.gate_up_scales_at, record.down_scales_at)
     assert bool(same[: record.gate_up_bytes].all() and same[scales].all()), "other bytes"
     # of every second tile neither the bank nor the buffer has what the other has
     flags[::2] -= 1
-    for memory, first in ((there[guess], 1), (ahead.buffer, 0)):
+    for memory, first in ((there[guess], 1), (buffer, 0)):
         for part in (*memory[: record.gate_up_bytes].chunk(2), *memory[scales].chunk(2)):
             if len(part):
                 part.view(tiles, -1)[first::2] = 255
@@ -96,31 +111,47 @@ def _layer(device: str, kind: str) -> str:
 
 
 def _answers(device: str) -> str:
-    if device != "cuda":
-        raise NotHere("needs CUDA")
+    from tests.cuda import bank
+
+    report = _report_behind_answers(device, bank._settings(0, "cpu_only"))["prediction"]
+    # of every layer but the first and the last, in every step that decodes
+    assert report["prefetching"] and report["predictions"] > 700, str(report)
+    assert report["useful_prefetches"] > report["predictions"] / 2, str(report)
+    return f"{report['slot_overlap']:.0%} of the guesses right"
+
+
+def _hints(device: str) -> str:
+    from tests.cuda import bank
+
+    total = bank.LARGE["num_hidden_layers"] * bank.LARGE["num_experts"]
+    settings = replace(bank._settings(total, "hot_cached_static"), predict="auto")
+    report = _report_behind_answers(device, settings)
+    share, prediction = report["cpu_share"], report["prediction"]
+    assert not prediction["prefetching"] and not prediction["prefetched"], str(prediction)
+    assert share["jobs"] > 300 and share["hinted"] > share["jobs"] / 2, str(share)
+    return f"{share['hinted'] / share['jobs']:.1f} experts of a job were hinted"
+
+
+def _report_behind_answers(device: str, settings: MoeSettings) -> Mapping[str, Any]:
+    """Of a model whose answers with these settings are those with everything on the device."""
+    native_library(device)
     from benchmarks.gpu_runs import drive, make_engine, tokenizer_of
     from benchmarks.random_models import make_prompts
     from tests.cuda import bank
 
     found = []
-    for settings in (None, bank._settings(0, "cpu_only")):
-        model = bank._large(settings)
+    for placement in (None, settings):
+        model = bank._large(placement)
         try:
+            if placement is not None:
+                # until then steps wait for what they use, and read nothing ahead
+                bank._runtime(model).wait_loaded()
             engine = make_engine(model, tokenizer_of(model.spec.vocab), 1, 256)
-            found.append(
-                [
-                    drive(engine, make_prompts(model.spec.vocab, [32], seed=n), 96)
-                    .streams[0]
-                    .tokens
-                    for n in range(4)
-                ]
-            )
-            report = bank._runtime(model).report()["prediction"]
+            prompts = [make_prompts(model.spec.vocab, [32], seed=n) for n in range(4)]
+            found.append([drive(engine, each, 96).streams[0].tokens for each in prompts])
+            report = bank._runtime(model).report() if placement is not None else {}
         finally:
             model.close()
     differ = sum(a != b for a, b in zip(*found, strict=True))
     assert not differ, f"{differ} of {len(found[0])} answers differ"
-    # of every layer but the first and the last, in every step that decodes
-    assert report["prefetching"] and report["predictions"] > 700, str(report)
-    assert report["useful_prefetches"] > report["predictions"] / 2, str(report)
-    return f"{len(found[0])} answers; {report['slot_overlap']:.0%} of the guesses right"
+    return report

@@ -38,7 +38,7 @@ def checks(device: str) -> Iterator[Check]:
     yield Check("share", "share/silence", partial(_silence, device))
 
 
-def _library(device: str) -> Any:
+def native_library(device: str) -> Any:
     if device != "cuda":
         raise NotHere("needs CUDA")
     # `tests.cuda` sets it to 0
@@ -75,7 +75,7 @@ def _layer(device: str, kind: str, way: str, all_rows: tuple[int, ...]) -> str:
     from coterie.kernels.triton.expert_groups import ExpertScratch, run_experts_many
     from coterie.kernels.triton.sizes import pair_sizes
 
-    library = _library(device)
+    library = native_library(device)
     record, here = random_records(kind, EXPERTS, HIDDEN, INNER)
     there = here.cpu().pin_memory()
     memory = torch.zeros(ShareBell.nbytes(16, 128, HIDDEN), dtype=torch.uint8).pin_memory()
@@ -133,10 +133,11 @@ def _layer(device: str, kind: str, way: str, all_rows: tuple[int, ...]) -> str:
 def _model(device: str) -> Any:
     from tests.cuda import bank
 
-    _library(device)
+    native_library(device)
     total = bank.LARGE["num_hidden_layers"] * bank.LARGE["num_experts"]
     # lru and active_only copy what they miss
     model = bank._large(bank._settings(total, "hot_cached_static"))
+    bank._runtime(model).wait_loaded()
     pool = bank._runtime(model).device_pool()
     assert pool is not None and pool.share is not None, "the CPU gets nothing"
     return model
@@ -145,7 +146,7 @@ def _model(device: str) -> Any:
 def _answers(device: str) -> str:
     from tests.cuda import bank
 
-    _library(device)
+    native_library(device)
     want, model = bank._large_answers(), _model(device)
     try:
         got = bank._answers(model)

@@ -23,7 +23,7 @@ from coterie.core.request import Limits
 from coterie.models.base import CausalLM
 from coterie.moe.runtime.runtime import ExpertRuntime
 from tests.cuda.bank import LARGE
-from tests.cuda.share import _library
+from tests.cuda.share import native_library
 from tests.cuda.suite import Check, NotHere
 
 LEAST = 0.95
@@ -46,7 +46,7 @@ def _explained(device: str, name: str, prompt: int, share: bool, disk: bool) -> 
     if device != "cuda" and not disk:
         raise NotHere("needs CUDA")
     if share:
-        _library(device)
+        native_library(device)
     with tempfile.TemporaryDirectory(prefix="coterie-slow-") as folder:
         model = _model(device, Path(folder) if disk else None)
         try:

@@ -3,6 +3,7 @@ guess, the copied tiles, and a layer that reads them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +31,9 @@ def test_a_layer_reads_what_was_copied(found: dict[str, float], case: str) -> No
     assert found[case] < 1e-5
 
 
-@pytest.mark.parametrize("what", ["guesses", "bytes", "tiles", "sums", "late copies", "decisions"])
+@pytest.mark.parametrize(
+    "what", ["guesses", "hints alone", "bytes", "tiles", "sums", "late copies", "decisions"]
+)
 def test_nothing_else_happens(found: dict[str, float], what: str) -> None:
     assert found[f"wrong {what}"] == 0
 
@@ -57,8 +60,9 @@ class Ahead:
         self.pool = random_pool(kind, EXPERTS, HIDDEN, INNER, draw)
         size = self.pool.record.nbytes
         self.hint = torch.zeros(HINT_WORDS, dtype=torch.int32)
+        self.buffer = torch.zeros(size + 64, dtype=torch.uint8)
         self.ahead = LinkPrefetch.new(
-            self.pool.base, torch.zeros(size + 64, dtype=torch.uint8), self.pool.record, 3,
+            self.pool.base, self.buffer, self.pool.record, 3,
             torch.zeros(SUMS, dtype=torch.int64), self.hint,
         )  # fmt: skip
         self.x, self.gain = draw(1, HIDDEN, std=1.0).to(dtype), (1 + draw(HIDDEN)).to(dtype)
@@ -76,10 +80,25 @@ class Ahead:
     def choose(self, *, right: bool) -> int:
         """Guess, and choose experts with the guess or without. Returns the guess, -2 if it or its
         hint is not the twin's."""
+        guess = self.ahead.layer(1)
+        order, is_told = self.route(guess, 1)
+        want = order[0] if order else -1
+        others = [expert for expert in torch.randperm(EXPERTS).tolist() if expert != want]
+        chosen = [*others[: TOP_K - 1], want if right else others[-1]]
+        self.routed.ids.copy_(torch.tensor([chosen]))
+        self.routed.places.copy_(self.pool.places[self.routed.ids.long()])
+        return want if int(guess.state[1]) == want and is_told else -2
+
+    def hints_alone_are_wrong(self) -> bool:
+        """Without a buffer the hint has the best expert too."""
+        return not self.route(replace(self.ahead, buffer=None).layer(2), 0)[1]
+
+    def route(self, guess: Any, first: int) -> tuple[list[int], bool]:
+        """What is missing of the layer of `guess`, best first, and whether the hint has it from
+        number `first` on."""
         from coterie.kernels.expert_gate import GateRule
         from coterie.kernels.triton import expert_gemv as kernels
 
-        guess = self.ahead.layer(1)
         out, other = kernels.RoutedRows.empty(1, TOP_K, "cpu"), torch.randn(EXPERTS, HIDDEN)
         scratch = torch.empty(1, EXPERTS), torch.zeros(1, dtype=torch.int32)
         own = self.x, self.gain, 1e-6, other, GateRule(TOP_K, True), None, self.pool.places
@@ -90,14 +109,10 @@ class Ahead:
         alone = kernels.RoutedRows.empty(1, TOP_K, "cpu")
         kernels.route(*own, scratch, alone)
         order = kernels.guess_torch(self.x, self.gain, self.gate, self.tiers, self.penalty)
-        want, hinted = (order[0], order[1:TOP_K]) if order else (-1, [])
-        hint = [1, int(guess.state[0]), len(hinted), *hinted]
-        is_told = self.hint[: len(hint)].tolist() == hint and torch.equal(out.ids, alone.ids)
-        others = [expert for expert in torch.randperm(EXPERTS).tolist() if expert != want]
-        chosen = [*others[: TOP_K - 1], want if right else others[-1]]
-        self.routed.ids.copy_(torch.tensor([chosen]))
-        self.routed.places.copy_(self.pool.places[self.routed.ids.long()])
-        return want if int(guess.state[1]) == want and is_told else -2
+        hinted = order[first:TOP_K]
+        hint = [guess.row, int(guess.state[0]), len(hinted), *hinted]
+        same = self.hint[: len(hint)].tolist() == hint and torch.equal(out.ids, alone.ids)
+        return order, same
 
     def tile(self, memory: Any, number: int) -> Any:
         """The bytes of one tile of a record, as one tensor."""
@@ -127,7 +142,7 @@ class Ahead:
         self.ahead.state[1, 3:][torch.arange(TILES) % 2 == 0] -= 1
         # what was copied is nowhere else, and what was not is not in the buffer
         self.spoil(self.record_of(guess), [n for n in range(TILES) if n % 2])
-        self.spoil(self.ahead.buffer, [n for n in range(TILES) if n % 2 == 0])
+        self.spoil(self.buffer, [n for n in range(TILES) if n % 2 == 0])
         acts = torch.empty((TOP_K, INNER), dtype=self.x.dtype)
         hidden = torch.zeros(1, HIDDEN, dtype=self.x.dtype)
         sizes = kernels.PairSizes(16, 1, 16, 1, 64)
@@ -155,16 +170,19 @@ class Ahead:
 
 def measure(cases: list[str]) -> dict[str, float]:
     torch.seed()
-    counts = dict.fromkeys(("guesses", "bytes", "tiles", "sums", "late copies", "decisions"), 0)
+    counts = dict.fromkeys(
+        ("guesses", "hints alone", "bytes", "tiles", "sums", "late copies", "decisions"), 0
+    )
     found: dict[str, float] = {}
     for kind in cases:
         case = Ahead(kind)
         ahead, state = case.ahead, case.ahead.state
+        counts["hints alone"] += case.hints_alone_are_wrong()
         guess = case.choose(right=True)
         counts["guesses"] += guess < 0
         ahead.start(1, case.pool.places)
         for number in range(TILES):
-            got, want = case.tile(ahead.buffer, number), case.tile(case.record_of(guess), number)
+            got, want = case.tile(case.buffer, number), case.tile(case.record_of(guess), number)
             counts["bytes"] += not torch.equal(got, want)
         counts["tiles"] += int((state[1, 3:] != state[1, 0]).sum())
         counts["decisions"] += case.is_divided_wrong()
@@ -203,8 +221,8 @@ def copies_behind_its_gate(case: Ahead) -> bool:
     out = kernels.RoutedRows.empty(1, TOP_K, "cpu")
     own = case.x, case.gain, 1e-6, case.gate, GateRule(TOP_K, True), None
     kernels.route(*own, case.pool.places, scratch, out, guess=ahead.layer(1))
-    before = ahead.buffer.clone(), ahead.state.clone()
-    ahead.buffer.add_(1)
+    before = case.buffer.clone(), ahead.state.clone()
+    case.buffer.add_(1)
     ahead.start(1, case.pool.places)
-    same = torch.equal(ahead.buffer - 1, before[0]) and torch.equal(ahead.state, before[1])
+    same = torch.equal(case.buffer - 1, before[0]) and torch.equal(ahead.state, before[1])
     return not same

@@ -160,7 +160,14 @@ def route(**more: Any) -> tuple[str, dict[str, str], dict[str, Any], dict[str, i
         "NORMALISE": True,
     }
     sizes |= {"SCALE": 1.0, "EQUAL": False, "PENALTY": False, "GUESSED": False, "NEXT": False}
-    sizes |= {"NEXT_PENALTY": False, "HINTS": 0, "HINT_WORDS": 16, "HINT_HEAD": 3, "PDL": True}
+    sizes |= {
+        "NEXT_PENALTY": False,
+        "HINTS": 0,
+        "COPIED": 1,
+        "HINT_WORDS": 16,
+        "HINT_HEAD": 3,
+        "PDL": True,
+    }
     return "_route", types, {**EXPERT, **sizes, **more}, {"num_warps": 4, "launch_pdl": True}
 
 
@@ -239,6 +246,7 @@ CASES: dict[str, tuple[Any, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     ),
     "route": (route, PLAIN),
     "route and guess": (lambda: route(GUESSED=True, NEXT=True, HINTS=7), PLAIN),
+    "route and hint": (lambda: route(NEXT=True, HINTS=8, COPIED=0), PLAIN),
     "ring": (lambda: shared("_ring"), (("MEMBAR.ALL.SYS",), ("LDL", "STL"))),
     "await": (answer, (("LDG.E.128.STRONG.SYS", "NANOSLEEP"), ("LDL", "STL"))),
     "int4 rows qkv": (lambda: rows("_int4_product", COUNT=5120, ADD=False), BY_ROW),

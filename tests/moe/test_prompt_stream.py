@@ -263,7 +263,7 @@ def test_what_was_read_ahead_is_told() -> None:
     banked.close()
     banked, tier = _experts("adaptive", 5, ahead=1)
     prefetch = banked.pool.prefetch
-    assert prefetch is not None and banked.prompts is not None
+    assert prefetch is not None and prefetch.buffer is not None and banked.prompts is not None
     # behind the buffers of prompts, which end where it begins
     held = banked.prompts.stream._buffers
     assert held.data_ptr() + held.nbytes == prefetch.buffer.data_ptr()

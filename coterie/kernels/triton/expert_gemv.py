@@ -80,10 +80,10 @@ def _rank_and_store(
 def _guess_and_tell(
     logits, tiers, penalty, state, hint, layer,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, PENALTY: tl.constexpr, HINTS: tl.constexpr,
-    WORDS: tl.constexpr, FIRST: tl.constexpr,
+    COPIED: tl.constexpr, WORDS: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The best expert that is not on the device is the guess; the next best ones, as many as HINTS,
-    are the hint."""
+    """The best expert that is not on the device is the guess; the best ones, as many as HINTS and
+    without the guess if it is COPIED, are the hint."""
     e = tl.arange(0, PADDED)
     missing = tl.load(tiers + e, mask=e < EXPERTS, other=0) != 0
     v = tl.load(logits + e, mask=missing, other=-float("inf"), cache_modifier=".cg")
@@ -96,9 +96,9 @@ def _guess_and_tell(
         ahead = (v[:, None] > v[None, :]) | ((v[:, None] == v[None, :]) & (e[:, None] < e[None, :]))
         rank = tl.where(missing, tl.sum(ahead.to(tl.int32), 0), PADDED)
         word = tl.arange(0, WORDS)
-        wanted = tl.where(word < FIRST, 2 * PADDED, word - FIRST + 1)
+        wanted = tl.where(word < FIRST, 2 * PADDED, word - FIRST + COPIED)
         told = tl.sum(tl.where(rank[None, :] == wanted[:, None], e[None, :], 0), 1)
-        count = tl.minimum(tl.maximum(tl.sum(missing.to(tl.int32), 0) - 1, 0), HINTS)
+        count = tl.minimum(tl.maximum(tl.sum(missing.to(tl.int32), 0) - COPIED, 0), HINTS)
         told = tl.where(word == 0, layer, tl.where(word == 1, turn, told))
         tl.store(hint + word, tl.where(word == 2, count, told))
         tl.store(state + GUESS, tl.max(tl.where(rank == 0, e, -1), 0))
@@ -110,8 +110,8 @@ def _guess_and_tell(
 def _guess_row(
     x, gain, gate, tiers, penalty, logits, count, state, hint, layer, number,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
-    PENALTY: tl.constexpr, HINTS: tl.constexpr, HINT_WORDS: tl.constexpr, HINT_HEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    PENALTY: tl.constexpr, HINTS: tl.constexpr, COPIED: tl.constexpr, HINT_WORDS: tl.constexpr,
+    HINT_HEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Row `number` of the next layer's gate times the first row of x; the last program guesses. The
     scale of the norm changes no order."""
@@ -128,7 +128,7 @@ def _guess_row(
             tl.store(count, 0)
             _guess_and_tell(
                 logits, tiers, penalty, state, hint, layer,
-                EXPERTS, PADDED, PENALTY, HINTS, HINT_WORDS, HINT_HEAD,
+                EXPERTS, PADDED, PENALTY, HINTS, COPIED, HINT_WORDS, HINT_HEAD,
             )  # fmt: skip
 
 
@@ -140,8 +140,8 @@ def _route(
     WIDTH: tl.constexpr, WIDE: tl.constexpr,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr,
     SCALE: tl.constexpr, EQUAL: tl.constexpr, PENALTY: tl.constexpr, GUESSED: tl.constexpr,
-    NEXT: tl.constexpr, NEXT_PENALTY: tl.constexpr, HINTS: tl.constexpr, HINT_WORDS: tl.constexpr,
-    HINT_HEAD: tl.constexpr, PDL: tl.constexpr,
+    NEXT: tl.constexpr, NEXT_PENALTY: tl.constexpr, HINTS: tl.constexpr, COPIED: tl.constexpr,
+    HINT_WORDS: tl.constexpr, HINT_HEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gate logits of rms_norm(x[t]) * gain, and their top-k by the last program of each row.
     norms[t]: the norm's scale, which `gate_up` needs. counts[t] is 0 before and after. With GUESSED
@@ -178,7 +178,7 @@ def _route(
         _guess_row(
             x, next_gain, next_gate, next_tiers, next_penalty, next_logits, next_count, next_state,
             hint, layer, number - EXPERTS,
-            WIDTH, WIDE, EXPERTS, PADDED, NEXT_PENALTY, HINTS, HINT_WORDS, HINT_HEAD, PDL,
+            WIDTH, WIDE, EXPERTS, PADDED, NEXT_PENALTY, HINTS, COPIED, HINT_WORDS, HINT_HEAD, PDL,
         )  # fmt: skip
 
 
@@ -536,7 +536,7 @@ def _rule(rule: GateRule, experts: int, penalty: Tensor | None) -> dict[str, Any
 # more rows are ranked several in a program
 MANY_ROWS = 512
 # more experts are not ranked for a hint: all compared with all would not fit into registers
-_RANKED = 128
+RANKED = 128
 
 
 def _launch(dependent: bool) -> dict[str, Any]:
@@ -568,7 +568,8 @@ def route(
     logits, counts = scratch
     own = counts if guess is None else guess.state
     assert following is None or following.gate.shape == gate.shape
-    told = following.guess.hint if following is not None and experts <= _RANKED else None
+    told = following.guess.hint if following is not None and experts <= RANKED else None
+    copied = int(following is not None and following.guess.place is not None)
     if following is None:
         coming = gain, gate, places, gate, logits, counts, own, own, 0
     else:
@@ -583,8 +584,8 @@ def route(
         WIDTH=width, WIDE=triton.next_power_of_2(width), GUESSED=guess is not None,
         NEXT=following is not None,
         NEXT_PENALTY=following is not None and following.penalty is not None,
-        HINTS=0 if told is None else min(rule.top_k - 1, HINT_WORDS - HINT_HEAD),
-        HINT_WORDS=HINT_WORDS, HINT_HEAD=HINT_HEAD,
+        HINTS=0 if told is None else min(rule.top_k - copied, HINT_WORDS - HINT_HEAD),
+        COPIED=copied, HINT_WORDS=HINT_WORDS, HINT_HEAD=HINT_HEAD,
         **_rule(rule, experts, penalty), **_launch(dependent), num_warps=4,
     )  # fmt: skip
 
@@ -633,10 +634,13 @@ def pair_gate_up(
     """out [T * K, I] = silu(gate) * up. With `gain` x is not normed yet. `taken` int32 [T, K]: the
     channels of each pair below it are left out; in whole groups of 32. `guess`: of one expert tiles
     may be prefetched."""
+    prefetched = None
+    if guess is not None:
+        assert guess.place is not None
+        prefetched = routed.ids, guess.state, guess.place
     if on_tensor_cores(x, pool):
         norm = None if gain is None else (gain, routed.norms)
         own = pool.views()[0], pool.record, out, norm, dependent, taken
-        prefetched = None if guess is None else (routed.ids, guess.state, guess.place)
         int4_pair_gate_up(x, routed.places, *own, prefetched)
         return
     matrices, scales, shape = pool.views()
@@ -645,10 +649,10 @@ def pair_gate_up(
         rows = min(rows, TILE.value)
     tiles = triton.cdiv(pool.record.intermediate, rows)
     assert taken is None or GROUP % rows == 0
-    state, copied = (routed.ids, 0) if guess is None else (guess.state, guess.place)
+    ids, state, copied = prefetched or (routed.ids, routed.ids, 0)
     _pair_gate_up[(tiles * pairs,)](
         x, x if gain is None else gain, routed.norms, routed.places,
-        routed.ids if taken is None else taken, matrices, scales, out, routed.ids, state, copied,
+        routed.ids if taken is None else taken, matrices, scales, out, ids, state, copied,
         TAKEN=taken is not None, GUESSED=guess is not None,
         SCALES_AT=pool.at(pool.record.gate_up_scales_at, scales=True),
         PAIRS=pairs, TOP_K=routed.ids.shape[1],

@@ -7,7 +7,8 @@ kernels between the two layers and copies tiles of the guess's gate and up into 
 gate begins. `pair_gate_up` reads the tiles that are complete from the buffer, and all others where
 they lie; if the guess was wrong, nobody reads the buffer. What is computed does not depend on it.
 
-The CPU gets the next best ones as a hint: it then reads parts of them into its caches.
+The CPU gets the next best ones as a hint: it then reads parts of them into its caches. Without a
+buffer nothing is copied, and the hint has the best one too.
 """
 
 # Jitted functions are compiled by Triton: their arguments have no Python types.
@@ -149,8 +150,8 @@ class LayerGuess:
 
     # int32 [HEAD + tiles]
     state: Tensor
-    # of the buffer, in units from the pool's beginning
-    place: int
+    # of the buffer, in units from the pool's beginning; None: nothing is copied
+    place: int | None
     # where the CPU looks for its hints, and the layer's number there
     hint: Tensor | None
     row: int
@@ -161,8 +162,8 @@ class LinkPrefetch:
     """The buffer, and the words of all layers."""
 
     pool: Tensor
-    # of one record
-    buffer: Tensor
+    # of one record; None: the CPU gets hints, and nothing is copied
+    buffer: Tensor | None
     record: DeviceRecord
     # int32 [layers, HEAD + tiles]
     state: Tensor
@@ -174,15 +175,16 @@ class LinkPrefetch:
 
     @classmethod
     def new(
-        cls, pool: Tensor, buffer: Tensor, record: DeviceRecord, layers: int, told: Tensor,
+        cls, pool: Tensor, buffer: Tensor | None, record: DeviceRecord, layers: int, told: Tensor,
         hint: Tensor | None = None,
     ) -> LinkPrefetch:  # fmt: skip
         """`buffer`: uint8, of a record's size, which only this uses."""
-        assert record.intermediate % TILE.value == 0 and len(buffer) >= record.nbytes
+        assert record.intermediate % TILE.value == 0
+        assert buffer is None or len(buffer) >= record.nbytes
         words = HEAD.value + record.intermediate // TILE.value
-        state = torch.zeros((layers, words), dtype=torch.int32, device=buffer.device)
+        state = torch.zeros((layers, words), dtype=torch.int32, device=pool.device)
         state[:, GUESS.value] = -1
-        sums = torch.zeros(SUMS, dtype=torch.int64, device=buffer.device)
+        sums = torch.zeros(SUMS, dtype=torch.int64, device=pool.device)
         return cls(pool, buffer, record, state, sums, told, hint)
 
     @property
@@ -193,6 +195,8 @@ class LinkPrefetch:
         return (record.gate_up_bytes + scales) // tiles
 
     def layer(self, row: int) -> LayerGuess:
+        if self.buffer is None:
+            return LayerGuess(self.state[row], None, self.hint, row)
         offset = self.buffer.data_ptr() - self.pool.data_ptr()
         assert offset % UNIT_BYTES == 0
         return LayerGuess(self.state[row], offset // UNIT_BYTES, self.hint, row)
@@ -202,6 +206,7 @@ class LinkPrefetch:
         count the guess of the layer before it, which has chosen these ids, if the first of these
         slots is not -1."""
         record = self.record
+        assert self.buffer is not None
         tiles = record.intermediate // TILE.value
         rows = record.gate_up_bytes // 4 // (2 * tiles)
         scales = (record.down_scales_at - record.gate_up_scales_at) // 4 // (2 * tiles)

@@ -595,7 +595,8 @@ class DeviceDecoder:
         both = self._with_shared(index, own)
         chosen = routed_rows(routed[row]) if both is None else replace(both, ids=routed[row])
         ahead = None if both is not None or index in self._shared else pool.prefetch
-        guess = None if ahead is None or row == 0 else ahead.layer(row)
+        copies = ahead is not None and ahead.buffer is not None
+        guess = None if ahead is None or not copies or row == 0 else ahead.layer(row)
         following = None if ahead is None else self._next_gate(row, pool, ahead)
         expert_gemv.route(
             x, layer.norm, self._shape.eps, self._gates[index], rule, penalty, own.places,
@@ -612,7 +613,7 @@ class DeviceDecoder:
         expert_gemv.pair_gate_up(x, chosen, own, acts, sizes, layer.norm, early, taken, guess)
         if both is not None or index not in self._shared:
             expert_gemv.pair_down(acts, chosen, own, x, sizes, dependent=early, taken=taken)
-            if following is not None:
+            if following is not None and copies:
                 self._prefetch(pool, row + 1, None if guess is None else (chosen.ids, slots))
             if share is not None:
                 share.add(x, early)

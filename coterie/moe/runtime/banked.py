@@ -112,21 +112,27 @@ class BankedExperts:
         self.loading_pool()
 
     def _open_prefetch(self) -> LinkPrefetch | None:
-        """Where the tier has a buffer for it, behind those of prompts."""
+        """Where the tier has a buffer for it, behind those of prompts; without one, hints for the
+        CPU alone."""
         tier, (record, *others) = self._tier, self.pool.records.values()
         first = tier.num_slots + buffer_slots(self._geometry)
-        same = all(each == record for each in others)
-        if tier.num_slots + tier.buffers <= first or not same:
+        hint, buffer = None if self._share is None else self._share.hint, None
+        if tier.num_slots + tier.buffers > first:
+            buffer = tier.arena[first * tier.slot_bytes :][: tier.slot_bytes]
+        asked = self._parts.predict in ("auto", "prefetch")
+        if any(each != record for each in others) or (buffer is None and not asked):
             return None
+        from coterie.kernels.triton.expert_gemv import RANKED
         from coterie.kernels.triton.link_prefetch import SUMS, LinkPrefetch
 
-        buffer = tier.arena[first * tier.slot_bytes :][: tier.slot_bytes]
+        if buffer is None and (hint is None or self._geometry.num_experts > RANKED):
+            return None
+
         self._told = MemoryArena(8 * SUMS, pinned=tier.device.type == "cuda")
         if tier.device.type == "cuda" and not self._told.pinned:
             return None
         told = self._told.view(0, 8 * SUMS).view(torch.int64)
         layers = len(self._geometry.layers)
-        hint = None if self._share is None else self._share.hint
         return LinkPrefetch.new(self.pool.arena, buffer, record, layers, told, hint)
 
     def _measure_link(self) -> None:
@@ -451,7 +457,7 @@ class BankedExperts:
     def report_prefetch(self) -> Mapping[str, Any]:
         """What was read ahead, in place of what a host predicts; empty: nothing is."""
         prefetch = self.pool.prefetch
-        if prefetch is None:
+        if prefetch is None or prefetch.buffer is None:
             return {}
         guesses, used, _, wasted = prefetch.told.tolist()
         if not guesses:

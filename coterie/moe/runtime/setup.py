@@ -306,9 +306,9 @@ def _fitting_strategy(text: str, store: ExpertStore, room: TierAllocation) -> tu
 
 
 def prefetches_in_place(settings: MoeSettings, slots: int) -> bool:
-    """Whether a device that reads experts where they lie reads some ahead, into a buffer. By itself
-    only where no expert has a slot, which is what was measured: a layer that misses less has less
-    to win, and guesses as long. `settings` must name a strategy."""
+    """Whether a device that reads experts where they lie copies some ahead, into a buffer: by
+    itself only where no expert has a slot. With a quarter in slots a copy takes from the CPU's
+    reads what it gives to the link. `settings` must name a strategy."""
     asked = settings.predict == "prefetch" or (settings.predict == "auto" and slots == 0)
     # these bring what they miss to slots themselves
     places = slots > 0 and strategy_classes(settings.strategy)[1] in (Lru, ActiveOnly)
