@@ -346,8 +346,8 @@ def profile_decode(
 
 def rounds(work: Callable[[int], float], most: int) -> list[float]:
     """Figures of up to `most` rounds after one that does not count; fewer if they take long."""
-    begin = time.perf_counter()
     work(0)
+    begin = time.perf_counter()
     found: list[float] = []
     while not found or (len(found) < most and time.perf_counter() - begin < ROUNDS_S):
         found.append(work(len(found) + 1))
@@ -388,7 +388,12 @@ class Sizes:
 
 
 def decode_case(
-    model: CausalLM, tokenizer: Tokenizer, sizes: Sizes, streams: int, sampling: Sampling
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    sizes: Sizes,
+    streams: int,
+    sampling: Sampling,
+    before_round: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """tok/s of decoding through the engine, and where the time of a step goes. The context grows
     from `prompt` to `prompt + output`; bytes and limit are those of its middle."""
@@ -396,6 +401,7 @@ def decode_case(
     runs: list[Drive] = []
 
     def once(number: int) -> float:
+        before_round()
         lengths = [sizes.prompt] * streams
         prompts = make_prompts(model.spec.vocab, lengths, seed=1000 * streams + number)
         runs.append(drive(engine, prompts, sizes.output, sampling))
@@ -767,7 +773,7 @@ def line(case: Case, found: Mapping[str, Any]) -> str:
 
 ROUTING = ("experts_shared", "experts_distinct")
 # of experts beyond the device
-LINK = ("hit_rate", "link_GB_s", "crossing_GB", "moved_GB", "swaps", "peak_GB")
+LINK = ("share_by_round", "hit_rate", "link_GB_s", "crossing_GB", "moved_GB", "swaps", "peak_GB")
 # figures that are printed by their names
 REPORTED = ("decode_tok_s", "whole_tok_s", "TFLOP_s", "repeated_tokens", *ROUTING, *LINK)
 

@@ -5,12 +5,16 @@ beside weights, KV and what a step needs. Draws are seeded. Routing is uniform,
 which is the worst case for a cache, or skewed (`--routing zipf`). The limit is the bytes that have
 to cross the link at this share of hits, over the bandwidth of pinned copies in the same run; in
 decode over what copies and plain reads of the CPU reach at the same time: both read the same RAM.
+Before every round of a case both are measured, because other tenants of a machine change them from
+one minute to the next. The limit is that of the best of these; `share_by_round` is the middle one
+of the rounds' shares of the limit just before each.
 `limit_apart` is the limit if each had RAM for itself, with the rate of the CPU's own kernels.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +24,6 @@ from itertools import product
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from benchmarks.gpu_runs import (
     SAMPLED,
@@ -44,8 +47,10 @@ STEP_BYTES = 1_200_000_000
 KINDS = ("bf16", "int4")
 STREAMS = (1, 8)
 PROMPT = 8192
-# how long copies and reads run beside each other
-JOINT_S = 0.4
+# how long copies and reads run beside each other, and bytes that are copied again and again
+JOINT_S, JOINT_BYTES = 0.4, 1 << 26
+# of a decoding case: each takes about a second
+ROUNDS = 7
 # tok/s, wanted
 GOALS = {
     "bf16-resident-25-decode-1": 34,
@@ -106,53 +111,63 @@ def link_bandwidth(device: str) -> float:
     return len(source) / timed(lambda: target.copy_(source, non_blocking=True), device)
 
 
-@cache
-def joint_bandwidth(device: str) -> tuple[float, float]:
-    """Bytes per second of copies to the device and of the CPU's reads, both at the same time: the
-    best of some tries with different numbers of threads."""
-    if device == "cpu":
-        return 1e10, 1e10
-    source = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(source, device=device)
-    memory, before = torch.ones(1 << 29), torch.get_num_threads()
-    try:
+class JointBandwidth:
+    """Copies to the device and the CPU's reads at the same time, with as many threads as read
+    most."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        # bytes per second of copies and of reads, of every try
+        self.tries: list[tuple[float, float]] = []
+        if device == "cpu":
+            return
+        self._source = torch.ones(JOINT_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._target = torch.empty_like(self._source, device=device)
+        self._memory = torch.ones(1 << 29)
         cores = len(os.sched_getaffinity(0))
-        found = []
-        for threads in (cores, cores - 1, cores - 2) * 2:
-            torch.set_num_threads(max(1, threads))
-            found.append(_both(source, target, memory))
-        return max(found, key=sum)
-    finally:
-        torch.set_num_threads(before)
+        threads = [max(1, cores - fewer) for fewer in range(3)]
+        self.tries += [self._both(each) for each in threads]
+        self._threads = max(zip(map(sum, self.tries), threads, strict=True))[1]
 
+    def measure(self) -> None:
+        if self._device == "cpu":
+            self.tries.append((1e10, 1e10))
+        else:
+            self.tries.append(self._both(self._threads))
 
-def _both(source: Tensor, target: Tensor, memory: Tensor) -> tuple[float, float]:
-    read, ended = 0, threading.Event()
-    memory.sum()
+    def _both(self, threads: int) -> tuple[float, float]:
+        read, ended = 0, threading.Event()
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        self._memory.sum()
 
-    def read_memory() -> None:
-        nonlocal read
-        while not ended.is_set():
-            memory.sum()
-            read += memory.nbytes
+        def read_memory() -> None:
+            nonlocal read
+            while not ended.is_set():
+                self._memory.sum()
+                read += self._memory.nbytes
 
-    torch.cuda.synchronize()
-    begin, copied = time.perf_counter(), 0
-    reader = threading.Thread(target=read_memory)
-    reader.start()
-    while time.perf_counter() - begin < JOINT_S:
-        target.copy_(source, non_blocking=True)
         torch.cuda.synchronize()
-        copied += len(source)
-    copy_s = time.perf_counter() - begin
-    ended.set()
-    reader.join()
-    return copied / copy_s, read / (time.perf_counter() - begin)
+        begin, copied = time.perf_counter(), 0
+        reader = threading.Thread(target=read_memory)
+        reader.start()
+        while time.perf_counter() - begin < JOINT_S:
+            for _ in range(4):
+                self._target.copy_(self._source, non_blocking=True)
+                copied += JOINT_BYTES
+            torch.cuda.synchronize()
+        copy_s = time.perf_counter() - begin
+        ended.set()
+        reader.join()
+        read_s = time.perf_counter() - begin
+        torch.set_num_threads(before)
+        return copied / copy_s, read / read_s
 
 
 def beyond_cases(sizes: Sizes, real: bool, strategies: Sequence[str] = ()) -> Iterator[Case]:
     """`strategies`: one stream of each, instead of all cases."""
-    few = replace(sizes, prompt=min(sizes.prompt, 128), output=min(sizes.output, 64), rounds=2)
+    few = replace(sizes, prompt=min(sizes.prompt, 128), output=min(sizes.output, 64))
+    few = replace(few, rounds=ROUNDS if sizes.device == "cuda" else sizes.rounds)
     streams = STREAMS if sizes.device == "cuda" else (1, 3)
     prompt = PROMPT if sizes.device == "cuda" else 64
     for kind in KINDS:
@@ -164,7 +179,9 @@ def beyond_cases(sizes: Sizes, real: bool, strategies: Sequence[str] = ()) -> It
             model = BeyondModel(kind, share)
             for n in streams:
                 yield _case(model, f"decode-{n}", partial(_decode, few, n), real)
-            yield _case(model, f"prefill-{prompt}", partial(_prefill, few, prompt), real)
+            yield _case(
+                model, f"prefill-{prompt}", partial(_prefill, replace(few, rounds=2), prompt), real
+            )
 
 
 def _case(
@@ -202,8 +219,10 @@ def _counted(run: Callable[[], dict[str, Any]], model: CausalLM) -> dict[str, An
 
 
 def _decode(sizes: Sizes, streams: int, model: CausalLM) -> dict[str, Any]:
-    tokenizer = tokenizer_of(model.spec.vocab)
-    found = _counted(lambda: decode_case(model, tokenizer, sizes, streams, SAMPLED), model)
+    tokenizer, joint = tokenizer_of(model.spec.vocab), JointBandwidth(sizes.device)
+    found = _counted(
+        lambda: decode_case(model, tokenizer, sizes, streams, SAMPLED, joint.measure), model
+    )
     runtime = _runtime(model)
     geometry, count = runtime.geometry, runtime.geometry.num_experts
     distinct = count * (1 - (1 - geometry.top_k / count) ** streams)
@@ -212,8 +231,13 @@ def _decode(sizes: Sizes, streams: int, model: CausalLM) -> dict[str, Any]:
     cpu = share.get("measured_cpu_rate", 0.0)
     crossing = all_bytes * (1 - found["hit_rate"])
     device_s = (model.weight_bytes + all_bytes) / read_bandwidth(sizes.device)
-    copies, reads = joint_bandwidth(sizes.device) if cpu else (link, 0.0)
-    limit = streams / max(crossing / (copies + reads), device_s)
+
+    def limit(rate: float) -> float:
+        return streams / max(crossing / rate, device_s)
+
+    rounds = found["rounds"]
+    before = [sum(each) if cpu else link for each in joint.tries[-len(rounds) :]]
+    copies, reads = max(joint.tries, key=sum) if cpu else (link, 0.0)
     return found | {
         "link_GB_s": link / 1e9,
         "crossing_GB": crossing / 1e9,
@@ -223,9 +247,13 @@ def _decode(sizes: Sizes, streams: int, model: CausalLM) -> dict[str, Any]:
         "cpu_part": share.get("part", 0.0),
         "cpu_job_us": 1e6 * share.get("busy_s", 0.0) / max(1, share.get("jobs", 0)),
         "cpu_wait_us": 1e6 * share.get("wait_s", 0.0) / max(1, share.get("jobs", 0)),
-        "limit": limit,
-        "share": found["decode_tok_s"] / limit,
-        "limit_apart": streams / max(crossing / (link + cpu), device_s),
+        "limit": limit(copies + reads),
+        "limits": [limit(rate) for rate in before],
+        "share": found["decode_tok_s"] / limit(copies + reads),
+        "share_by_round": statistics.median(
+            one / limit(rate) for one, rate in zip(rounds, before, strict=True)
+        ),
+        "limit_apart": limit(link + cpu),
     }
 
 

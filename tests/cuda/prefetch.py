@@ -114,8 +114,9 @@ def _answers(device: str) -> str:
     from tests.cuda import bank
 
     report = _report_behind_answers(device, bank._settings(0, "cpu_only"))["prediction"]
-    # of every layer but the first and the last, in every step that decodes
-    assert report["prefetching"] and report["predictions"] > 700, str(report)
+    # four answers of 95 steps each: of the second layer of four, and of the third unless all of its
+    # experts are still in the buffers of the prompt
+    assert report["prefetching"] and report["predictions"] >= 4 * 95, str(report)
     assert report["useful_prefetches"] > report["predictions"] / 2, str(report)
     return f"{report['slot_overlap']:.0%} of the guesses right"
 

@@ -23,9 +23,10 @@ pytest.importorskip("triton")
 LARGE = DeviceRecord("bf16", 2048, 768)
 
 
-def time_of(rates: ShareRates, channels: int, own: int, each: float) -> float:
-    """Seconds of a layer whose CPU part has `own` channels, without fixed costs."""
-    return max((channels - own) * each / rates.link, own * each / rates.cpu)
+def times_of(rates: ShareRates, channels: int, own: int, each: float) -> tuple[float, float]:
+    """Seconds of the device and of the CPU in a layer whose CPU part has `own` channels."""
+    link = cpu_share._LAYER_S + (channels - own) * each / rates.link
+    return link, cpu_share._JOB_S + own * each / rates.cpu if own else 0.0
 
 
 @pytest.mark.parametrize("cpu", [5e9, 50e9, 90e9, 500e9])
@@ -37,12 +38,11 @@ def test_both_end_together_and_no_later_than_one_alone(cpu: float) -> None:
     for missing, own in enumerate(table):
         channels = missing * 32
         assert own % 32 == 0 and 0 <= own <= channels
-        whole = time_of(rates, channels, own, each)
-        alone = min(time_of(rates, channels, 0, each), time_of(rates, channels, channels, each))
+        link, mine = times_of(rates, channels, own, each)
+        alone = min(max(times_of(rates, channels, one, each)) for one in (0, channels))
         # a job that saves less is not given
-        assert whole <= alone + cpu_share._LEAST_GAIN_S
+        assert max(link, mine) <= alone + cpu_share._LEAST_GAIN_S
         if 0 < own < channels:
-            link, mine = (channels - own) * each / rates.link, own * each / rates.cpu
             assert abs(link - mine) <= 32 * each * (1 / rates.link + 1 / rates.cpu)
 
 

@@ -40,8 +40,8 @@ MAX_PAIRS = 256
 SPARE_CORES = 2
 # a step waits so long for an answer, by the device's clock
 LIMIT_NS = 400_000_000
-# what a job costs the CPU before its first byte and after its last, and the device without misses
-_JOB_S, _LAYER_S = 12e-6, 12e-6
+# what a job costs beside the time in which the CPU is busy with it, and the device without misses
+_JOB_S, _LAYER_S = 6e-6, 12e-6
 # less than this is not worth a job
 _LEAST_GAIN_S = 10e-6
 # jobs from which rates are taken, the weight of a new rate, and the change from which on the device
