@@ -136,9 +136,15 @@ class JointBandwidth:
             self.tries.append(self._both(self._threads))
 
     def _both(self, threads: int) -> tuple[float, float]:
-        read, ended = 0, threading.Event()
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
+        try:
+            return self._both_now()
+        finally:
+            torch.set_num_threads(before)
+
+    def _both_now(self) -> tuple[float, float]:
+        read, ended = 0, threading.Event()
         self._memory.sum()
 
         def read_memory() -> None:
@@ -159,9 +165,7 @@ class JointBandwidth:
         copy_s = time.perf_counter() - begin
         ended.set()
         reader.join()
-        read_s = time.perf_counter() - begin
-        torch.set_num_threads(before)
-        return copied / copy_s, read / read_s
+        return copied / copy_s, read / (time.perf_counter() - begin)
 
 
 def beyond_cases(sizes: Sizes, real: bool, strategies: Sequence[str] = ()) -> Iterator[Case]:

@@ -90,8 +90,18 @@ class Ahead:
         return want if int(guess.state[1]) == want and is_told else -2
 
     def hints_alone_are_wrong(self) -> bool:
-        """Without a buffer the hint has the best expert too."""
-        return not self.route(replace(self.ahead, buffer=None).layer(2), 0)[1]
+        """Without a buffer the hint has the best expert too, and no more than are missing."""
+        before, state = self.tiers.clone(), self.ahead.state.clone()
+        alone, wrong = replace(self.ahead, buffer=None, state=state).layer(2), 0
+        for missing in (EXPERTS, TOP_K, TOP_K - 1, 1, 0):
+            self.tiers.zero_()
+            possible = torch.arange(EXPERTS)
+            if self.penalty is not None:
+                possible = possible[self.penalty >= 0]
+            self.tiers[possible[torch.randperm(len(possible))[:missing]]] = 1
+            wrong += not self.route(alone, 0)[1]
+        self.tiers.copy_(before)
+        return wrong > 0
 
     def route(self, guess: Any, first: int) -> tuple[list[int], bool]:
         """What is missing of the layer of `guess`, best first, and whether the hint has it from

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from coterie.core.moe import MoeSettings
+from coterie.kernels.cpu.build import native
 from coterie.kernels.device_record import UNIT_BYTES, arrange, device_record
 from coterie.kernels.expert_layout import ExpertLayout
 from coterie.moe.dispatch.base import StrategyContext
 from coterie.moe.dispatch.table import build_strategies
 from coterie.moe.runtime.banked import BankedExperts
 from coterie.moe.runtime.budget import with_buffers
+from coterie.moe.runtime.cpu_share import CpuShare
 from coterie.moe.runtime.device_pool import IN_ARENA, DevicePool
 from coterie.moe.runtime.host_bank import HostBank
 from coterie.moe.runtime.layer_stream import buffer_slots
@@ -63,14 +65,18 @@ KEYS = GEOMETRY.keys()
 RECORDS = {key: STORE.arranged(key) for key in KEYS}
 
 
-def _experts(text: str, num_slots: int, ahead: int = 0) -> tuple[BankedExperts, DeviceTier]:
+def _experts(
+    text: str, num_slots: int, ahead: int = 0, predict: str = "off", deterministic: bool = False
+) -> tuple[BankedExperts, DeviceTier]:
     own, slots = cast("Any", STORE), SlotMap(num_slots)
-    context = StrategyContext(GEOMETRY, slots, None, COSTS, in_place_bytes=3_000_000)
+    context = StrategyContext(
+        GEOMETRY, slots, None, COSTS, deterministic=deterministic, in_place_bytes=3_000_000
+    )
     prefill, decode = build_strategies(text, context)
     bank = HostBank(own, CPU)
     tier = DeviceTier(own, num_slots, CPU, buffers=buffer_slots(GEOMETRY) + ahead)
     parts = RuntimeParts(
-        own, HostTier(own, 0), tier, slots, {"prefill": prefill, "decode": decode}, text, "off",
+        own, HostTier(own, 0), tier, slots, {"prefill": prefill, "decode": decode}, text, predict,
         bank=bank,
     )  # fmt: skip
     banked = BankedExperts(parts, bank, UsageTelemetry(GEOMETRY))
@@ -276,6 +282,42 @@ def test_what_was_read_ahead_is_told() -> None:
     assert told["slot_overlap"] == 0.75 and told["prefetching"] and not told["why_off"]
     # 16 channels of gate and of up
     assert told["wasted_bytes"] == 2 * 2 * 16 * LAYOUT.hidden * 4
+    banked.close()
+
+
+@pytest.mark.parametrize(
+    ("predict", "deterministic", "given"),
+    [("auto", False, True), ("prefetch", False, True), ("protect", False, False),
+     ("off", False, False), ("auto", True, False)],
+)  # fmt: skip
+def test_a_cpu_gets_hints_without_a_buffer(
+    predict: str, deterministic: bool, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    if (library := native()) is None:
+        pytest.skip("no C++ compiler")
+    from coterie.kernels.triton import expert_gemv
+
+    banked, _ = _experts("adaptive", 5, predict=predict, deterministic=deterministic)
+    # nobody would get one
+    assert banked.pool.prefetch is None
+    (record, *_) = banked.pool.records.values()
+    share = banked._share = CpuShare(banked._bank, GEOMETRY, record, library)
+    found = banked._open_prefetch()
+    assert (found is not None) == given
+    if found is not None:
+        assert found.buffer is None and found.hint is not None
+        assert found.hint.data_ptr() == share.hint.data_ptr()
+        assert found.layer(3).place is None and found.layer(3).row == 3
+        banked.pool = replace(banked.pool, share=share, prefetch=found)
+        assert not banked.report_prefetch().get("prefetching")
+        # beside so fast a link experts are worth no job, and then no guess
+        monkeypatch.setattr(banked, "prompts", None)
+        banked.link_rate = 1e15
+        banked._measure_cpu()
+        assert banked.pool.share is None and banked.pool.prefetch is None
+        monkeypatch.setattr(expert_gemv, "RANKED", GEOMETRY.num_experts - 1)
+        assert banked._open_prefetch() is None
     banked.close()
 
 

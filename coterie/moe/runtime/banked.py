@@ -119,21 +119,25 @@ class BankedExperts:
         hint, buffer = None if self._share is None else self._share.hint, None
         if tier.num_slots + tier.buffers > first:
             buffer = tier.arena[first * tier.slot_bytes :][: tier.slot_bytes]
-        asked = self._parts.predict in ("auto", "prefetch")
-        if any(each != record for each in others) or (buffer is None and not asked):
+        decode = self._parts.strategies["decode"]
+        asked = self._parts.predict in ("auto", "prefetch") and not decode.context.deterministic
+        hints = hint is not None and asked
+        if any(each != record for each in others) or (buffer is None and not hints):
             return None
         from coterie.kernels.triton.expert_gemv import RANKED
         from coterie.kernels.triton.link_prefetch import SUMS, LinkPrefetch
 
-        if buffer is None and (hint is None or self._geometry.num_experts > RANKED):
-            return None
-
+        own, layers = self.pool.arena, len(self._geometry.layers)
+        if buffer is None:
+            # copies alone are counted
+            told = torch.zeros(SUMS, dtype=torch.int64)
+            few = self._geometry.num_experts <= RANKED
+            return LinkPrefetch.new(own, None, record, layers, told, hint) if few else None
         self._told = MemoryArena(8 * SUMS, pinned=tier.device.type == "cuda")
         if tier.device.type == "cuda" and not self._told.pinned:
             return None
         told = self._told.view(0, 8 * SUMS).view(torch.int64)
-        layers = len(self._geometry.layers)
-        return LinkPrefetch.new(self.pool.arena, buffer, record, layers, told, hint)
+        return LinkPrefetch.new(own, buffer, record, layers, told, hint)
 
     def _measure_link(self) -> None:
         """The bank need not be full: rates do not depend on what is read."""
@@ -149,7 +153,10 @@ class BankedExperts:
         read = self.link_rate if self.prompts is None else self.prompts.rates.read
         if self._share is not None and not self._share.start(read):
             # steps that were captured before still ask, and get nothing
-            self.pool = replace(self.pool, share=None)
+            ahead = self.pool.prefetch
+            if ahead is not None and ahead.buffer is None:
+                ahead = None
+            self.pool = replace(self.pool, share=None, prefetch=ahead)
 
     def loading_pool(self) -> DevicePool | None:
         """For a step while the bank is filled: each layer waits for what it uses. None: the bank
@@ -457,8 +464,10 @@ class BankedExperts:
     def report_prefetch(self) -> Mapping[str, Any]:
         """What was read ahead, in place of what a host predicts; empty: nothing is."""
         prefetch = self.pool.prefetch
-        if prefetch is None or prefetch.buffer is None:
+        if prefetch is None:
             return {}
+        if prefetch.buffer is None:
+            return {"why_off": "nothing is copied ahead, and the CPU gets hints"}
         guesses, used, _, wasted = prefetch.told.tolist()
         if not guesses:
             # this model's kernels do not, or no step has decoded yet

@@ -70,7 +70,7 @@ class DevicePool:
     loading: BankFill | None = None
     # brings what a step misses to slots, inside the step
     victims: StepVictims | None = None
-    # reads ahead what is only in the bank, in steps with few rows
+    # reads ahead what is only in the bank, or tells the CPU what to read, in steps with few rows
     prefetch: LinkPrefetch | None = None
 
     @property

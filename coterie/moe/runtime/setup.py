@@ -336,7 +336,10 @@ def unused_hints(parts: RuntimeParts, few: bool) -> str:
         why = f"{name} moves nothing while it decodes"
     else:
         why = f"{name} takes no guesses; adaptive does"
-    if parts.predict in ("protect", "prefetch"):
+    if parts.predict == "prefetch" and parts.bank is not None:
+        # the CPU may get hints
+        _log.warning("predict is prefetch and nothing is copied ahead: %s", why)
+    elif parts.predict in ("protect", "prefetch"):
         _log.warning("predict is %s and has no effect: %s", parts.predict, why)
     return why
 
