@@ -535,6 +535,7 @@ def report_stats(report: Mapping[str, Any]) -> dict[str, float]:
         "moe_shortages": report["shortages"],
         "moe_fallbacks": int(report["fallback"] != ""),
         "moe_cpu_silent": report["cpu_share"].get("failures", 0),
+        "moe_cpu_repeats": report["cpu_share"].get("repeated", 0),
         "moe_kv_slabs": report["elastic"].get("kv_slabs", 0),
         "moe_expert_slabs": report["elastic"].get("slabs", 0)
         - report["elastic"].get("kv_slabs", 0),

@@ -82,6 +82,11 @@ MOE_METRICS = (
         "coterie_moe_slab_trades", "counter",
         "Slabs of device memory that KV took from experts and gave back.", ("replica", "to"),
     ),
+    Metric(
+        "coterie_moe_cpu_repeats", "counter",
+        "Parts of the CPU's share of steps that were computed again because a thread had lost its "
+        "core.", ("replica",),
+    ),
 )  # fmt: skip
 
 # an engine's stat -> metric and its label after the replica
@@ -114,6 +119,7 @@ MOE_SERIES: dict[str, tuple[str, ...]] = {
     "moe_expert_slabs": ("coterie_moe_slabs", "experts"),
     "moe_slabs_taken": ("coterie_moe_slab_trades", "kv"),
     "moe_slabs_returned": ("coterie_moe_slab_trades", "experts"),
+    "moe_cpu_repeats": ("coterie_moe_cpu_repeats",),
     "moe_fallback_rate": ("coterie_moe_fallback_rate",),
     "moe_lowest_hit_rate": ("coterie_moe_layer_hit_rate", "lowest"),
     "moe_median_hit_rate": ("coterie_moe_layer_hit_rate", "median"),

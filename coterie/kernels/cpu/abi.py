@@ -197,6 +197,8 @@ class ShareSetup(Structure):
         ("max_rows", c_int64),
         ("max_pairs", c_int64),
         ("threads", c_int64),
+        ("spaces", c_int64),
+        ("space_rows", c_int64),
         ("rung", c_void_p),
         ("answered", c_void_p),
         ("job", c_void_p),

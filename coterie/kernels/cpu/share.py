@@ -40,6 +40,9 @@ SUM_WORDS = 4
 # of a hint: layer, its turn, the number of experts, and these
 HINT_WORDS = _LINE // 4
 HINT_HEAD = 3
+# spaces for the answers of jobs with at most so many rows, a power of two: a job has that of its
+# number, so that a thread that lost its core in the middle of one does not hold up the next
+JOB_SPACES, SPACE_ROWS = 16, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,8 @@ class ShareBell:
 
     @staticmethod
     def nbytes(max_rows: int, max_pairs: int, hidden: int) -> int:
-        return _PAIRS + 4 * PAIR_WORDS * max_pairs + (1 + 2) * 4 * max_rows * hidden
+        rows = max_rows + 2 * _answer_rows(max_rows)
+        return _PAIRS + 4 * PAIR_WORDS * max_pairs + 4 * rows * hidden
 
     def _view(self, at: int, nbytes: int, dtype: torch.dtype) -> Tensor:
         return self.memory[at : at + nbytes].view(dtype)
@@ -99,24 +103,36 @@ class ShareBell:
     @property
     def x(self) -> Tensor:
         """fp32 [rows, hidden]: the experts' input."""
-        return self._rows(0, 1).view(torch.float32)[:, :, 0]
+        return self._rows(0, self.max_rows, torch.float32).view(-1, self.hidden)
 
     @property
     def answer(self) -> Tensor:
-        """int32 [rows, hidden, 2]: the bits of `out`, and the number of the job for which they were
-        written."""
-        return self._rows(1, 2)
+        """int32 [rows of all spaces, hidden, 2]: the bits of `out`, and the number of the job for
+        which they were written."""
+        words = self._rows(self.max_rows, 2 * _answer_rows(self.max_rows), torch.int32)
+        return words.view(-1, self.hidden, 2)
 
     @property
-    def out(self) -> Tensor:
-        """fp32 [rows, hidden]: the weighted sum over the pairs of each row."""
-        return self.answer.view(torch.float32)[:, :, 0]
+    def space_rows(self) -> int:
+        return min(SPACE_ROWS, self.max_rows)
 
-    def _rows(self, before: int, words: int) -> Tensor:
-        """int32 [rows, hidden, words], behind as many words of every value."""
-        size = 4 * self.max_rows * self.hidden
-        at = _PAIRS + 4 * PAIR_WORDS * self.max_pairs + before * size
-        return self._view(at, words * size, torch.int32).view(self.max_rows, self.hidden, words)
+    def answer_of(self, number: int, rows: int) -> Tensor:
+        """int32 [rows, hidden, 2]: the part of `answer` that this job has."""
+        first = number % JOB_SPACES * self.space_rows if rows <= self.space_rows else 0
+        return self.answer[first : first + rows]
+
+    def out(self, number: int, rows: int) -> Tensor:
+        """fp32 [rows, hidden]: the weighted sum over the pairs of each row of a job."""
+        return self.answer_of(number, rows).view(torch.float32)[:, :, 0]
+
+    def _rows(self, before: int, count: int, dtype: torch.dtype) -> Tensor:
+        """So many rows of words, behind as many others."""
+        at = _PAIRS + 4 * PAIR_WORDS * self.max_pairs + 4 * before * self.hidden
+        return self._view(at, 4 * count * self.hidden, dtype)
+
+
+def _answer_rows(max_rows: int) -> int:
+    return max(max_rows, JOB_SPACES * min(SPACE_ROWS, max_rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +155,8 @@ class ShareCounts:
     refused: int
     # experts of jobs that a hint had named
     hinted: int
+    # parts of jobs that were computed again because a thread had lost its core
+    repeated: int
 
 
 class ShareCoordinator:
@@ -157,7 +175,7 @@ class ShareCoordinator:
         parts = bell.rung, bell.answered, bell.job, bell.pairs, bell.x, bell.answer, bell.hint
         setup = abi.ShareSetup(
             self._native_layers, len(layers), bell.max_rows, bell.max_pairs, threads,
-            *(part.data_ptr() for part in parts),
+            JOB_SPACES, bell.space_rows, *(part.data_ptr() for part in parts),
         )  # fmt: skip
         self._handle: int | None = self._native.ct_share_open(ctypes.byref(setup))
         # the thread must end before the memory that it reads, also when nobody closes this
@@ -174,7 +192,7 @@ class ShareCoordinator:
             self._native.ct_share_pause(self._handle, int(paused))
 
     def counts(self) -> ShareCounts:
-        found: NDArray[np.int64] = np.zeros(6, dtype=np.int64)
+        found: NDArray[np.int64] = np.zeros(7, dtype=np.int64)
         if self._handle is not None:
             self._native.ct_share_read(self._handle, found.ctypes.data)
         return ShareCounts(*found.tolist())

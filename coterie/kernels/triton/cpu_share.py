@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from coterie.kernels.cpu.share import PAIR_WORDS, SUM_WORDS, ShareBell
+from coterie.kernels.cpu.share import JOB_SPACES, PAIR_WORDS, SUM_WORDS, ShareBell
 from coterie.kernels.expert_layout import GROUP
 from coterie.kernels.triton.link_prefetch import GUESS, HEAD, TILE, TURN, LayerGuess
 
@@ -177,7 +177,8 @@ def _belongs(words, number, inside):
 @triton.jit(do_not_specialize=["limit"])
 def _await_cpu(
     hidden, state, clock, failed, sums, answer, limit,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAUSE: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPACES: tl.constexpr, SPACE: tl.constexpr,
+    PAUSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden[t] += the CPU's part. Grid: rows, parts of COLUMNS columns. A thread has one load of
     the host's memory: a second one that must not be left out would wait for the first."""
@@ -194,7 +195,7 @@ def _await_cpu(
         column = part * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < WIDTH
         # a value and a number are one word of the host's
-        place = answer + at * WIDTH + column
+        place = answer + (number & (SPACES - 1)).to(tl.int64) * SPACE + at * WIDTH + column
         words = tl.load(place, mask=inside, other=0, volatile=True)
         there = _belongs(words, number, inside)
         # also the first look takes time, while others read over the link
@@ -289,7 +290,9 @@ def await_cpu(hidden: Tensor, share: ShareState, limit_ns: int, dependent: bool 
     _await_cpu[(rows, triton.cdiv(width, columns))](
         hidden, share.state, share.clock, bell.failed, bell.sums,
         bell.answer.view(torch.int64).view(-1), limit_ns,
-        WIDTH=width, COLUMNS=columns, PAUSE=min(rows * _PAUSE_NS, _MOST_PAUSE_NS),
+        WIDTH=width, COLUMNS=columns, SPACES=JOB_SPACES,
+        SPACE=bell.space_rows * width if rows <= bell.space_rows else 0,
+        PAUSE=min(rows * _PAUSE_NS, _MOST_PAUSE_NS),
         **_launch(dependent), num_warps=max(1, columns // (_VALUES * 32)),
     )  # fmt: skip
 

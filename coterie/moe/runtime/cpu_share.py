@@ -298,6 +298,7 @@ class CpuShare:
             "bytes": counts.nbytes,
             "busy_s": counts.busy_ns / 1e9,
             "hinted": counts.hinted,
+            "repeated": counts.repeated,
             "wait_s": self._bell.sums.tolist()[2] / 1e9,
             "failures": self.failures,
         }

@@ -7,12 +7,13 @@
 struct ShareSetup {
     const ShareLayer* layers;
     int64_t num_layers, max_rows, max_pairs, threads;
+    int64_t spaces, space_rows;  // a job with so few rows has the space of its number; any other has all of them
     const std::atomic<uint32_t>* rung;
     std::atomic<uint32_t>* answered;
     const volatile int32_t* job;  // layer, rows, pairs
     const SharePair* pairs;
     const float* x;
-    uint64_t* out;
+    uint64_t* out;  // [spaces][space_rows][hidden], or [max_rows][hidden]
     const volatile ShareHint* hint;
 };
 
@@ -25,8 +26,11 @@ class Coordinator {
   public:
     explicit Coordinator(const ShareSetup& setup)
         : setup_(setup), layers_(setup.layers, setup.layers + setup.num_layers),
-          run_(layers_.data(), setup.num_layers, setup.max_rows, setup.max_pairs, setup.threads),
-          crew_(int(setup.threads), [this](int thread) { return read_ahead(thread); }) {
+          hints_(layers_.data(), setup.num_layers, setup.threads),
+          crew_(int(setup.threads), setup.spaces + 1, setup.max_pairs, [this](int thread) { return read_ahead(thread); }) {
+        for (const ShareLayer& layer : layers_) hidden_ = std::max<int64_t>(hidden_, layer.hidden);
+        for (int64_t i = 0; i <= setup.spaces; ++i)  // what no job uses of it stays without memory
+            runs_.emplace_back(layers_.data(), setup.num_layers, i < setup.spaces ? setup.space_rows : setup.max_rows, setup.max_pairs);
         thread_ = std::thread([this] { loop(); });
     }
     ~Coordinator() {
@@ -47,7 +51,9 @@ class Coordinator {
 
     void pause(bool paused) { paused_ = paused; }
 
-    void read(int64_t* out) const { out[0] = jobs_, out[1] = bytes_, out[2] = busy_ns_, out[3] = naps_, out[4] = refused_, out[5] = run_.hinted(); }
+    void read(int64_t* out) const {
+        out[0] = jobs_, out[1] = bytes_, out[2] = busy_ns_, out[3] = naps_, out[4] = refused_, out[5] = hinted_, out[6] = crew_.repeated();
+    }
 
   private:
     void loop() {
@@ -69,7 +75,7 @@ class Coordinator {
         }
     }
 
-    bool read_ahead(int thread) { return run_.read_ahead(layers_.data(), setup_.num_layers, *setup_.hint, thread); }
+    bool read_ahead(int thread) { return hints_.read_ahead(*setup_.hint, thread); }
 
     void nap(uint32_t woken, int64_t ns) {
         ++naps_;
@@ -86,18 +92,27 @@ class Coordinator {
             ++refused_;  // overwritten while this thread did not run: nobody waits for the answer
             return;
         }
-        crew_.settle();
-        const int64_t bytes = run_.prepare({&layers_[layer], setup_.pairs, pairs, rows, setup_.x, setup_.out, number});
-        crew_.run(run_);
+        // the last space is that of all
+        const int64_t all = setup_.spaces, space = rows <= setup_.space_rows ? number % all : all;
+        for (int64_t i = 0; i <= all; ++i)
+            if (i == space || i == all || space == all) crew_.settle(i);
+        ShareRun& run = runs_[space];
+        uint64_t* const out = setup_.out + (space < all ? space * setup_.space_rows * hidden_ : 0);
+        const int64_t bytes = run.prepare({&layers_[layer], setup_.pairs, pairs, rows, setup_.x, out, number});
+        run.each_expert([&](int32_t expert) { hinted_ += hints_.named(&layers_[layer], expert); });
+        hints_.begin(&layers_[layer]);
+        crew_.run(number, space, run);
         ++jobs_, bytes_ += bytes, busy_ns_ += now_ns() - begin;
         setup_.answered->store(number, std::memory_order_release);  // who sees it sees the counts
     }
 
     const ShareSetup setup_;
     const std::vector<ShareLayer> layers_;
-    ShareRun run_;
+    int64_t hidden_ = 0;
+    std::deque<ShareRun> runs_;  // by space
+    ShareHints hints_;
+    std::atomic<int64_t> jobs_{0}, bytes_{0}, busy_ns_{0}, naps_{0}, refused_{0}, hinted_{0};
     Crew crew_;  // its threads look at all of the above
-    std::atomic<int64_t> jobs_{0}, bytes_{0}, busy_ns_{0}, naps_{0}, refused_{0};
     std::atomic<uint32_t> woken_{0};
     std::atomic<int> napping_{0};
     std::atomic<bool> stop_{false}, paused_{false};

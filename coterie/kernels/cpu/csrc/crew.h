@@ -1,8 +1,11 @@
 // Threads of their own for work that comes many times a second: between two jobs they spin, and after
-// a millisecond without one they sleep. A job does not wait for a thread that has not woken up yet.
+// a millisecond without one they sleep. A job does not wait for a thread that has not woken up yet, nor
+// for one that lost its core: the others do its part again, and it may still be at an old job when the
+// next ones run.
 #pragma once
 #include <chrono>
 #include <condition_variable>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -30,53 +33,108 @@ template <class Ready, class Idle> bool spin_until(Ready ready, Idle idle) {
     }
 }
 
-// The last job in which somebody took a part.
+// The last job in which somebody took a thread's parts.
 struct alignas(64) Claim {
-    std::atomic<uint32_t> job{0};
-    bool take(uint32_t number) { return job.load(std::memory_order_relaxed) != number && job.exchange(number) != number; }
+    std::atomic<uint64_t> job{0};
+    bool take(uint64_t number) { return job.load(std::memory_order_relaxed) != number && job.exchange(number) != number; }
+};
+using Done = std::atomic<uint64_t>;  // the last job in which a part was done
+
+constexpr int64_t LATE_NS = 25000;  // who waits longer does the parts of others again
+constexpr int64_t MOST_PHASES = 4;
+
+// What the threads of a job share. Another job gets it when nobody is inside.
+struct JobSpace {
+    JobSpace(int64_t threads, int64_t most_parts)
+        : phases(MOST_PHASES), claims(MOST_PHASES * threads), done(MOST_PHASES * threads * (most_parts + LEVELS)) {}
+    std::vector<Phase> phases;
+    std::vector<Claim> claims;
+    std::vector<Done> done;
+    void (*call)(void*, class CrewTeam&) = nullptr;
+    void* data = nullptr;
+    alignas(64) std::atomic<int> inside{0};
+    alignas(64) std::atomic<int64_t> repeated{0};  // parts done again, of all jobs
 };
 
 // One thread of a crew in a job.
 class CrewTeam : public Team {
   public:
-    CrewTeam(Phase* phases, Claim* claims, uint32_t job, int size, int index) : Team(phases, size), claims_(claims), job_(job), index_(index) {}
+    CrewTeam(JobSpace& space, uint64_t job, int size, int index)
+        : Team(space.phases.data(), size), space_(space), claims_(space.claims.data()), done_(space.done.data()), job_(job), index_(index) {}
     int index() const { return index_; }
 
-    // A phase of two halves. The first has a part for every thread, own(thread), which others take only
-    // if it never comes; the second, rest(begin, end) over [0, count), goes to whoever is free, in long
-    // chunks first and short ones at the end. Returns when all of it is taken.
-    template <class Own, class Rest> void take_own(Own own, int64_t count, Rest rest) {
+    // A phase of two halves. The first has `parts` parts for every thread, own(thread, part), which
+    // others take only if it never comes; the second, rest(begin, end) over [0, count), goes to whoever
+    // is free, in long chunks first and short ones at the end. Both may be called again for what a
+    // thread that lost its core has begun: they write the same values to the same places. Returns when
+    // all of it is done, or taken if it does not `wait`. `idle` as in `share`.
+    template <class Own, class Rest, class Idle>
+    void work(int64_t parts, Own own, int64_t count, Rest rest, bool wait, Idle idle) {
         Phase& phase = *phase_++;
         Claim* const claims = claims_;
-        claims_ += size();
-        const int64_t chunks = int64_t(size()) * (LEVELS - 1);
-        int64_t done = 0;
-        const auto begin = [&](int thread) {
-            if (!claims[thread].take(job_)) return;
-            own(thread);
-            ++done;
+        Done* const done = done_;
+        const int64_t threads = size(), chunks = count ? threads * (LEVELS - 1) : 0;
+        claims_ += threads, done_ += threads * (parts + LEVELS - 1);
+        const auto own_part = [&](int64_t thread, int64_t part) {
+            own(thread, part);
+            done[thread * parts + part].store(job_, std::memory_order_release);
         };
-        begin(index_);
-        const auto start = [&](int64_t chunk) { return int64_t((2.0 * part_before(chunk + size(), size()) - 1.0) * double(count)); };
-        for (int64_t chunk; (chunk = phase.next.fetch_add(1, std::memory_order_relaxed)) < chunks; ++done)
+        const auto start = [&](int64_t chunk) { return int64_t((2.0 * part_before(chunk + threads, threads) - 1.0) * double(count)); };
+        const auto chunk_of_rest = [&](int64_t chunk) {
             if (start(chunk) < start(chunk + 1)) rest(start(chunk), start(chunk + 1));
-        for (int thread = 0; thread < size(); ++thread) begin(thread);
-        finish(phase, done);
+            done[threads * parts + chunk].store(job_, std::memory_order_release);
+        };
+        int64_t finished = 0;
+        const auto take = [&](int64_t thread) {
+            if (!claims[thread].take(job_)) return;
+            for (int64_t part = 0; part < parts; ++part) own_part(thread, part);
+            ++finished;
+        };
+        take(index_);
+        for (int64_t chunk; (chunk = phase.next.fetch_add(1, std::memory_order_relaxed)) < chunks; ++finished) chunk_of_rest(chunk);
+        for (int64_t thread = 0; thread < threads; ++thread) take(thread);
+        finish(phase, finished);
+        if (!wait || wait_for(phase, threads + chunks, idle)) return;
+        // Somebody is late. Who come here begin at different parts.
+        const auto missing = [&](int64_t at) { return done[at].load(std::memory_order_acquire) != job_ && ++finished; };
+        finished = 0;
+        for (int64_t thread = 0; thread < threads; ++thread)
+            for (int64_t i = 0; i < parts; ++i)
+                if (const int64_t part = (i + index_) % parts; missing(thread * parts + part)) own_part(thread, part);
+        for (int64_t i = 0; i < chunks; ++i)
+            if (const int64_t chunk = (i + index_) % chunks; missing(threads * parts + chunk)) chunk_of_rest(chunk);
+        space_.repeated.fetch_add(finished, std::memory_order_relaxed);
     }
-    // Until it is finished; `idle` as in `share`.
-    template <class Idle> void wait_taken(Idle idle) { wait(phase_[-1], int64_t(size()) * LEVELS, idle); }
 
   private:
+    // Whether all of it was done in time.
+    template <class Idle> static bool wait_for(const Phase& phase, int64_t count, Idle idle) {
+        int64_t begin = 0;
+        for (int looks = 0; phase.done.load(std::memory_order_acquire) < count; ++looks) {
+            if (looks % 16 == 0) {
+                const int64_t now = now_ns();
+                if (!begin) begin = now;
+                else if (now - begin > LATE_NS) return false;
+            }
+            if (!idle()) cpu_relax();
+        }
+        return true;
+    }
+
+    JobSpace& space_;
     Claim* claims_;
-    const uint32_t job_;
+    Done* done_;
+    const uint64_t job_;
     const int index_;
 };
 
 class Crew {
   public:
-    // `size` threads work on a job, the one that calls `run` included. `idle(thread)`, which returns
-    // whether it did anything, is what the others do until the next.
-    Crew(int size, std::function<bool(int)> idle) : phases_(MOST_PHASES), claims_(MOST_PHASES * size), size_(size), idle_(std::move(idle)) {
+    // `size` threads work on a job, the one that calls `run` included; a phase of it has at most
+    // `most_parts` parts for each. As many jobs as `spaces` may have threads inside. `idle(thread)`,
+    // which returns whether it did anything, is what the others do until the next.
+    Crew(int size, int64_t spaces, int64_t most_parts, std::function<bool(int)> idle) : size_(size), idle_(std::move(idle)) {
+        for (int64_t i = 0; i < spaces; ++i) spaces_.emplace_back(size, most_parts);
         for (int i = 1; i < size; ++i) threads_.emplace_back([this, i] { work(i); });
     }
     ~Crew() {
@@ -85,22 +143,32 @@ class Crew {
         for (std::thread& thread : threads_) thread.join();
     }
 
-    // Runs body(team) on all threads that are awake; it calls share at most MOST_PHASES times. Its work
-    // is done on return; until `settle` the last threads may still look at the body.
-    template <class Body> void run(Body& body) {
-        settle();
-        for (Phase& phase : phases_) phase.next = 0, phase.done = 0;
-        call_ = [](void* data, CrewTeam& team) { (*static_cast<Body*>(data))(team); };
-        data_ = &body;
-        const uint32_t job = job_.fetch_add(1) + 1;  // odd: open
+    // Runs body(team) on all threads that are awake, with at most MOST_PHASES phases. Its work is done
+    // on return; until its space is settled the last threads may still be inside. Numbers differ.
+    template <class Body> void run(uint32_t number, int64_t space_index, Body& body) {
+        settle(space_index);
+        JobSpace& space = spaces_[space_index];
+        for (Phase& phase : space.phases) phase.next = 0, phase.done = 0;
+        space.call = [](void* data, CrewTeam& team) { (*static_cast<Body*>(data))(team); };
+        space.data = &body;
+        const uint64_t job = 2 * (uint64_t(number) * spaces_.size() + space_index) + 1;  // odd: open
+        job_ = job;
         if (asleep_.load()) notify();
-        CrewTeam team(phases_.data(), claims_.data(), job, size_, 0);
+        CrewTeam team(space, job, size_, 0);
         body(team);
-        job_.fetch_add(1);
+        job_ = job + 1;
     }
 
-    void settle() {
-        while (inside_.load()) cpu_relax();
+    // Until nobody is inside the last job of this space.
+    void settle(int64_t space) {
+        while (spaces_[space].inside.load()) cpu_relax();
+    }
+
+    // Parts that were done again because a thread was late.
+    int64_t repeated() const {
+        int64_t all = 0;
+        for (const JobSpace& space : spaces_) all += space.repeated.load(std::memory_order_relaxed);
+        return all;
     }
 
     // Work will come soon.
@@ -110,15 +178,13 @@ class Crew {
     }
 
   private:
-    static constexpr int64_t MOST_PHASES = 8;
-
     void notify() {
         std::lock_guard<std::mutex> lock(mutex_);
         awake_.notify_all();
     }
 
     void work(int index) {
-        for (uint32_t done = 0; !stop_;) {
+        for (uint64_t done = 0; !stop_;) {
             const auto open = [&] { return stop_ || (job_.load(std::memory_order_acquire) != done && (job_ & 1)); };
             const uint32_t roused = roused_;
             if (!spin_until(open, [&] { return idle_(index); })) {
@@ -128,25 +194,23 @@ class Crew {
                 --asleep_;
                 continue;
             }
-            const uint32_t job = job_;
-            ++inside_;
-            if (!stop_ && (job & 1) && job_ == job) {  // still open: the body stays until nobody is inside
-                CrewTeam team(phases_.data(), claims_.data(), job, size_, index);
-                call_(data_, team);
+            const uint64_t job = job_;
+            JobSpace& space = spaces_[(job >> 1) % spaces_.size()];
+            ++space.inside;
+            if (!stop_ && (job & 1) && job_ == job) {  // still open: the space stays until nobody is inside
+                CrewTeam team(space, job, size_, index);
+                space.call(space.data, team);
             }
-            --inside_;
+            --space.inside;
             done = job;
         }
     }
 
-    std::vector<Phase> phases_;
-    std::vector<Claim> claims_;
     const int size_;
     const std::function<bool(int)> idle_;
-    void (*call_)(void*, CrewTeam&) = nullptr;
-    void* data_ = nullptr;
-    alignas(64) std::atomic<uint32_t> job_{0}, roused_{0};
-    alignas(64) std::atomic<int> inside_{0};
+    std::deque<JobSpace> spaces_;
+    alignas(64) std::atomic<uint64_t> job_{0};
+    alignas(64) std::atomic<uint32_t> roused_{0};
     alignas(64) std::atomic<int> asleep_{0};
     std::atomic<bool> stop_{false};
     std::mutex mutex_;

@@ -11,7 +11,7 @@ static int64_t scale_bytes(int32_t kind, int64_t elements) {
     return kind == KIND_INT8 ? elements / GROUP * 2 : kind == KIND_INT4 ? elements / GROUP * 4 : 0;
 }
 
-ShareRun::ShareRun(const ShareLayer* layers, int64_t count, int64_t max_rows, int64_t max_pairs, int64_t threads) {
+ShareRun::ShareRun(const ShareLayer* layers, int64_t count, int64_t max_rows, int64_t max_pairs) {
     int64_t hidden = 0, experts = 0;
     for (int64_t i = 0; i < count; ++i) {
         hidden = std::max<int64_t>(hidden, layers[i].hidden);
@@ -22,9 +22,9 @@ ShareRun::ShareRun(const ShareLayer* layers, int64_t count, int64_t max_rows, in
     x_bytes_ = 4 * round_up(hidden, 4 * VB), act_bytes_ = 4 * round_up(inner_, 4 * VB);
     max_rows_ = max_rows, max_pairs_ = max_pairs;
     x_.need<uint8_t>(max_rows * x_bytes_), acts_.need<uint8_t>(max_pairs * act_bytes_);
-    gates_.need<float>(max_pairs * inner_), ups_.need<float>(max_pairs * inner_), sums_.need<float>(max_rows * hidden);
-    pairs_.resize(max_pairs), blocks_.resize(max_pairs), order_.resize(experts), waiting_.resize(threads);
-    finished_ = std::vector<std::atomic<int32_t>>(max_pairs * (inner_ / GROUP));
+    gates_.need<float>(max_pairs * inner_), ups_.need<float>(max_pairs * inner_);
+    pairs_.resize(max_pairs), blocks_.resize(max_pairs), order_.resize(experts);
+    finished_ = std::vector<std::atomic<uint32_t>>(max_pairs * (inner_ / GROUP));
 }
 
 bool ShareRun::valid(const SharePair& pair) const {
@@ -57,8 +57,6 @@ int64_t ShareRun::prepare(const ShareJob& job) {
         bytes += matrix_bytes(layer.kind, elements) + scale_bytes(layer.kind, elements);
     }
     for (int64_t i = 0; i < num_blocks_ * (inner_ / GROUP); ++i) finished_[i].store(0, std::memory_order_relaxed);
-    count_hinted();
-    last_ = job_.layer, ++jobs_;
     return bytes;
 }
 
@@ -80,14 +78,14 @@ static void add_gate_up(ReadAhead& ahead, const ShareLayer& layer, const uint8_t
         add_rows(ahead, record, record + layer.gate_up_scales_at, layer.kind, layer.hidden, {first + rows.from, first + rows.end});
 }
 
-bool ShareRun::read_ahead(const ShareLayer* layers, int64_t count, const volatile ShareHint& hint, int thread) {
+bool ShareHints::read_ahead(const volatile ShareHint& hint, int thread) {
     Waiting& own = waiting_[thread];
     const int64_t jobs = jobs_, since = jobs - own.jobs;
     if (!own.free && (since > 1 || (since == 1 && last_ == own.layer))) own.free = true, own.ahead.clear();
     const int32_t number = hint.layer, turn = hint.turn, experts = hint.count;
-    const bool is_new = experts > 0 && number >= 0 && number < count && (own.layer != layers + number || own.turn != turn);
+    const bool is_new = experts > 0 && number >= 0 && number < count_ && (own.layer != layers_ + number || own.turn != turn);
     if (!own.free || !is_new) return own.ahead.some();
-    const ShareLayer& layer = layers[number];
+    const ShareLayer& layer = layers_[number];
     own.layer = &layer, own.turn = turn, own.count = 0, own.jobs = jobs, own.free = false;
     const Slice rows = own_part(layer.intermediate / AT_ONCE / 2, thread, int64_t(waiting_.size()));
     for (int i = 0; i < std::min(experts, ShareHint::MOST); ++i) {
@@ -99,15 +97,16 @@ bool ShareRun::read_ahead(const ShareLayer* layers, int64_t count, const volatil
     return own.ahead.some();
 }
 
-void ShareRun::count_hinted() {
-    Waiting& own = waiting_[0];  // of the thread that calls
-    if (own.layer != job_.layer) return;
-    const int32_t *const begin = own.experts, *const end = begin + own.count;
-    for (int64_t i = 0; i < num_blocks_; ++i) hinted_ += std::find(begin, end, pairs_[blocks_[i].first].expert) != end;
-    own.count = 0;
+bool ShareHints::named(const ShareLayer* layer, int32_t expert) const {
+    const Waiting& own = waiting_[0];
+    const int32_t* const end = own.experts + own.count;
+    return own.layer == layer && std::find(own.experts, end, expert) != end;
 }
 
-static int64_t grain_of(int64_t count, const Team& team) { return std::max<int64_t>(1, count / team.size()); }
+void ShareHints::begin(const ShareLayer* layer) {
+    if (waiting_[0].layer == layer) waiting_[0].count = 0;
+    last_ = layer, ++jobs_;
+}
 
 // f(rows of x from m on, as a constant) over all rows.
 template <class F> CT_INLINE void by_rows(int64_t count, F f) {
@@ -127,14 +126,14 @@ template <int KIND> void ShareRun::encode(CrewTeam& team) {
     ReadAhead ahead;
     for (int64_t i = 0; i < std::min<int64_t>(num_blocks_, 2); ++i)
         add_gate_up(ahead, *job_.layer, blocks_[i].record, own_part(blocks_[i].half(), team.index(), team.size()));
-    const auto run = [&](int64_t task, int64_t end) {
+    const auto own = [&](int64_t thread, int64_t) {
         static constexpr float none[GROUP] = {};
-        for (; task < end; ++task) {
+        for (int64_t task = tasks * thread / team.size(); task < tasks * (thread + 1) / team.size(); ++task) {
             const int64_t row = task / groups, at = task % groups * GROUP;
             Rows<KIND>::encode(at < hidden ? job_.x + row * hidden + at : none, at, x_.at<uint8_t>() + row * x_bytes_);
         }
     };
-    team.share(tasks, grain_of(tasks, team), run, [&] { return ahead.some(); });
+    team.work(1, own, 0, [](int64_t, int64_t) {}, true, [&] { return ahead.some(); });
 }
 
 template <int KIND> void ShareRun::gate_up(CrewTeam& team) {
@@ -162,9 +161,7 @@ template <int KIND> void ShareRun::gate_up(CrewTeam& team) {
             });
         activate<KIND>(index, rows.from, rows.end);
     };
-    const auto own = [&](int thread) {
-        for (int64_t index = 0; index < num_blocks_; ++index) products(index, own_part(blocks_[index].half(), thread, team.size()));
-    };
+    const auto own = [&](int64_t thread, int64_t index) { products(index, own_part(blocks_[index].half(), thread, team.size())); };
     const auto rest = [&](int64_t unit, int64_t end) {
         int64_t index = num_blocks_ - 1;
         while (blocks_[index].rest > unit) --index;
@@ -181,19 +178,21 @@ template <int KIND> void ShareRun::gate_up(CrewTeam& team) {
         const uint8_t* record = blocks_[i].record;
         add_rows(ahead, record + layer.down_at, record + layer.down_scales_at, KIND, inner, rows);
     }
-    team.take_own(own, rest_, rest);
-    team.wait_taken([&] { return ahead.some(); });
+    team.work(num_blocks_, own, rest_, rest, true, [&] { return ahead.some(); });
 }
 
-// Channels of a block are there: who finishes a group activates it and encodes it for `down`.
+// Channels of a block are there: who finishes a group activates it and encodes it for `down`. Who comes
+// with channels that were there already does so again, from the same values.
+static_assert(GROUP == 32, "a bit for each channel of a group");
+constexpr uint32_t ALL_CHANNELS = ~uint32_t(0);
 template <int KIND> void ShareRun::activate(int64_t index, int64_t channel, int64_t end) {
     const Block& block = blocks_[index];
     alignas(64) float acts[GROUP];
     while (channel < end) {
         const int64_t group = channel / GROUP, next = std::min(end, (group + 1) * GROUP);
-        const int32_t own = int32_t(next - channel);
+        const uint32_t own = uint32_t(((uint64_t(1) << (next - channel)) - 1) << (channel % GROUP));
         channel = next;
-        if (finished_[index * (inner_ / GROUP) + group].fetch_add(own, std::memory_order_acq_rel) + own < GROUP) continue;
+        if ((finished_[index * (inner_ / GROUP) + group].fetch_or(own, std::memory_order_acq_rel) | own) != ALL_CHANNELS) continue;
         // behind the last one the rest of a step is zero
         const bool last = (group + 1) * GROUP == block.taken;
         const int64_t groups = last ? groups_of<KIND>(block.taken) : group + 1;
@@ -212,10 +211,10 @@ template <int KIND> void ShareRun::down(CrewTeam& team) {
     const int64_t hidden = layer.hidden, units = hidden / AT_ONCE, half = units / 2;
     const int64_t stride = matrix_bytes(KIND, layer.intermediate), scale_stride = scale_bytes(KIND, layer.intermediate);
     const auto products = [&](Slice rows) {
-        const int64_t from = rows.from, step = (rows.end - rows.from) / AT_ONCE;
-        float* const total = sums_.at<float>();
-        for (int64_t row = 0; row < job_.rows; ++row)
-            memset(total + row * hidden + from, 0, AT_ONCE * step * sizeof(float));
+        const int64_t from = rows.from, width = rows.end - rows.from, step = width / AT_ONCE;
+        static thread_local Buffer sums;  // others may compute the same
+        float* const total = sums.need<float>(job_.rows * width);
+        memset(total, 0, job_.rows * width * sizeof(float));
         // expert after expert: the rows of one are neighbours
         for (int64_t index = 0; index < num_blocks_; ++index) {
             const Block& block = blocks_[index];
@@ -224,25 +223,26 @@ template <int KIND> void ShareRun::down(CrewTeam& team) {
                 by_rows(block.count, [&](int64_t m, auto count) {
                     constexpr int M = decltype(count)::value;
                     const uint8_t* x[M];
-                    float sums[AT_ONCE * M];
+                    float found[AT_ONCE * M];
                     for (int i = 0; i < M; ++i) x[i] = acts_.at<uint8_t>() + (block.first + m + i) * act_bytes_;
-                    row_products<KIND, M>(matrix, at, step, block.taken, x, sums);
+                    row_products<KIND, M>(matrix, at, step, block.taken, x, found);
                     for (int i = 0; i < M; ++i) {
                         const SharePair& pair = pairs_[block.first + m + i];
-                        for (int r = 0; r < AT_ONCE; ++r) total[pair.row * hidden + at + r * step] += pair.weight * sums[r * M + i];
+                        for (int r = 0; r < AT_ONCE; ++r) total[pair.row * width + at - from + r * step] += pair.weight * found[r * M + i];
                     }
                 });
         }
         for (int64_t row = 0; row < job_.rows; ++row)
-            for (int64_t at = row * hidden + rows.from; at < row * hidden + rows.end; ++at) {
+            for (int64_t at = 0; at < width; ++at) {
                 uint32_t bits;
-                memcpy(&bits, total + at, 4);
-                __atomic_store_n(job_.out + at, uint64_t(job_.number) << 32 | bits, __ATOMIC_RELAXED);
+                memcpy(&bits, total + row * width + at, 4);
+                __atomic_store_n(job_.out + row * hidden + from + at, uint64_t(job_.number) << 32 | bits, __ATOMIC_RELAXED);
             }
     };
-    team.take_own([&](int thread) { products(own_part(half, thread, team.size())); }, units - half,
-                  [&](int64_t unit, int64_t end) { products({(half + unit) * AT_ONCE, (half + end) * AT_ONCE}); });
-    if (team.index() == 0) team.wait_taken([] { return false; });  // who answers; the others have nothing to wait for
+    const auto own = [&](int64_t thread, int64_t) { products(own_part(half, thread, team.size())); };
+    const auto rest = [&](int64_t unit, int64_t end) { products({(half + unit) * AT_ONCE, (half + end) * AT_ONCE}); };
+    // thread 0 answers; the others have nothing to wait for
+    team.work(1, own, units - half, rest, team.index() == 0, [] { return false; });
 }
 
 template <int KIND> void ShareRun::run(CrewTeam& team) {

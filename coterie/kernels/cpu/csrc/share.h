@@ -2,7 +2,8 @@
 // inner products, from records in the device's layout. Three phases: encode the rows; gate and up,
 // activated and encoded by whoever finishes a group of channels; down, summed over the pairs of each
 // row in their order. Every value of the answer has the job's number beside it: who reads it needs no
-// other word to know that it is there. A thread that waits requests what it reads next.
+// other word to know that it is there. A thread that waits requests what it reads next. Two threads may
+// compute the same part: both write the same values to the same places.
 #pragma once
 #include <array>
 
@@ -27,7 +28,7 @@ struct ShareJob {
     const SharePair* pairs;
     int64_t num_pairs, rows;
     const float* x;  // [rows][hidden]
-    uint64_t* out;   // [rows][hidden]: a float, and above it the job's number
+    uint64_t* out;   // [rows][hidden]: a float, and above it the job's number; until the crew has settled
     uint32_t number;
 };
 
@@ -67,19 +68,46 @@ class ReadAhead {
     int count_ = 0, next_ = 0;
 };
 
+// What the threads request between jobs, as hints name it.
+class ShareHints {
+  public:
+    ShareHints(const ShareLayer* layers, int64_t count, int64_t threads) : layers_(layers), count_(count), waiting_(threads) {}
+    // A thread requests its own part of the experts of a hint. Returns whether it did. It keeps a hint
+    // until the job of that layer begins, or two others: where none comes, nobody needs what would be
+    // read.
+    bool read_ahead(const volatile ShareHint& hint, int thread);
+    // Whether a hint had named this expert. Called by thread 0, before the job begins.
+    bool named(const ShareLayer* layer, int32_t expert) const;
+    // A job of this layer begins.
+    void begin(const ShareLayer* layer);
+
+  private:
+    struct alignas(64) Waiting {  // what a thread requests, of which hint, behind how many jobs
+        ReadAhead ahead;
+        const ShareLayer* layer = nullptr;
+        int32_t turn = 0, count = 0;
+        int32_t experts[ShareHint::MOST];
+        int64_t jobs = 0;
+        bool free = true;  // for another hint
+    };
+    const ShareLayer* const layers_;
+    const int64_t count_;
+    std::vector<Waiting> waiting_;                  // by thread
+    std::atomic<const ShareLayer*> last_{nullptr};  // of the last job
+    std::atomic<int64_t> jobs_{0};
+};
+
 class ShareRun {
   public:
-    // Room for every job of these layers; nothing is allocated later.
-    ShareRun(const ShareLayer* layers, int64_t count, int64_t max_rows, int64_t max_pairs, int64_t threads);
+    // Room for every job of these layers.
+    ShareRun(const ShareLayer* layers, int64_t count, int64_t max_rows, int64_t max_pairs);
     // Sorts the pairs by expert; those that are not valid are left out. Returns the bytes of weights.
     int64_t prepare(const ShareJob& job);
     void operator()(CrewTeam& team);
-    // Between jobs: a thread requests its own part of the experts of a hint. Returns whether it did. It
-    // keeps a hint until the job of that layer begins, or two others: where none comes, nobody needs what
-    // would be read.
-    bool read_ahead(const ShareLayer* layers, int64_t count, const volatile ShareHint& hint, int thread);
-    // Experts of jobs so far that a hint had named.
-    int64_t hinted() const { return hinted_; }
+    // f(expert) for all experts of the job.
+    template <class F> void each_expert(F f) const {
+        for (int64_t i = 0; i < num_blocks_; ++i) f(pairs_[blocks_[i].first].expert);
+    }
 
   private:
     struct Block {  // pairs of one expert with the same channels
@@ -89,15 +117,6 @@ class ShareRun {
         int64_t units() const { return taken / AT_ONCE; }
         int64_t half() const { return units() / 2; }
     };
-    struct alignas(64) Waiting {  // what a thread requests between jobs, of which hint, behind how many jobs
-        ReadAhead ahead;
-        const ShareLayer* layer = nullptr;
-        int32_t turn = 0, count = 0;
-        int32_t experts[ShareHint::MOST];
-        int64_t jobs = 0;
-        bool free = true;  // for another hint
-    };
-    void count_hinted();
     template <int KIND> void run(CrewTeam& team);
     template <int KIND> void encode(CrewTeam& team);
     template <int KIND> void gate_up(CrewTeam& team);
@@ -111,9 +130,6 @@ class ShareRun {
     std::vector<SharePair> pairs_;
     std::vector<Block> blocks_;
     std::vector<int32_t> order_;                   // by expert: where it came first
-    std::vector<std::atomic<int32_t>> finished_;  // channels of each group of each block
-    std::vector<Waiting> waiting_;                 // by thread
-    std::atomic<const ShareLayer*> last_{nullptr};  // of the last job
-    std::atomic<int64_t> jobs_{0}, hinted_{0};
-    Buffer x_, gates_, ups_, acts_, sums_;
+    std::vector<std::atomic<uint32_t>> finished_;  // channels of each group of each block, a bit for each
+    Buffer x_, gates_, ups_, acts_;
 };
