@@ -3,6 +3,7 @@
 // for one that lost its core: the others do its part again, and it may still be at an old job when the
 // next ones run.
 #pragma once
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -40,7 +41,9 @@ struct alignas(64) Claim {
 };
 using Done = std::atomic<uint64_t>;  // the last job in which a part was done
 
-constexpr int64_t LATE_NS = 25000;  // who waits longer does the parts of others again
+// Who waits longer for others than this, and than half of the time of its own work in that phase, does
+// their parts again.
+constexpr int64_t LATE_NS = 50000;
 constexpr int64_t MOST_PHASES = 4;
 
 // What the threads of a job share. Another job gets it when nobody is inside.
@@ -70,6 +73,7 @@ class CrewTeam : public Team {
     // all of it is done, or taken if it does not `wait`. `idle` as in `share`.
     template <class Own, class Rest, class Idle>
     void work(int64_t parts, Own own, int64_t count, Rest rest, bool wait, Idle idle) {
+        const int64_t begin = now_ns();
         Phase& phase = *phase_++;
         Claim* const claims = claims_;
         Done* const done = done_;
@@ -94,7 +98,7 @@ class CrewTeam : public Team {
         for (int64_t chunk; (chunk = phase.next.fetch_add(1, std::memory_order_relaxed)) < chunks; ++finished) chunk_of_rest(chunk);
         for (int64_t thread = 0; thread < threads; ++thread) take(thread);
         finish(phase, finished);
-        if (!wait || wait_for(phase, threads + chunks, idle)) return;
+        if (!wait || wait_for(phase, threads + chunks, begin, idle)) return;
         // Somebody is late. Who come here begin at different parts.
         const auto missing = [&](int64_t at) { return done[at].load(std::memory_order_acquire) != job_ && ++finished; };
         finished = 0;
@@ -107,15 +111,11 @@ class CrewTeam : public Team {
     }
 
   private:
-    // Whether all of it was done in time.
-    template <class Idle> static bool wait_for(const Phase& phase, int64_t count, Idle idle) {
-        int64_t begin = 0;
-        for (int looks = 0; phase.done.load(std::memory_order_acquire) < count; ++looks) {
-            if (looks % 16 == 0) {
-                const int64_t now = now_ns();
-                if (!begin) begin = now;
-                else if (now - begin > LATE_NS) return false;
-            }
+    // Whether all of a phase that began then was done in time.
+    template <class Idle> static bool wait_for(const Phase& phase, int64_t count, int64_t begin, Idle idle) {
+        const int64_t own_end = now_ns(), late = own_end + std::max(LATE_NS, (own_end - begin) / 2);
+        for (int looks = 1; phase.done.load(std::memory_order_acquire) < count; ++looks) {
+            if (looks % 16 == 0 && now_ns() > late) return false;
             if (!idle()) cpu_relax();
         }
         return true;
