@@ -84,8 +84,8 @@ MOE_METRICS = (
     ),
     Metric(
         "coterie_moe_cpu_repeats", "counter",
-        "Parts of the CPU's share of steps that were computed again because a thread had lost its "
-        "core.", ("replica",),
+        "Parts of the CPU's share of steps that were computed again because a thread was late, as "
+        "one is that lost its core.", ("replica",),
     ),
 )  # fmt: skip
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from coterie.kernels.cpu.share import (
     HINT_WORDS,
     ShareBell,
     ShareCoordinator,
+    ShareCounts,
     ShareRecords,
     share_torch,
 )
@@ -100,7 +103,7 @@ def answers(bell: ShareBell, number: int, seconds: float = 30.0) -> bool:
 def test_share_is_that_of_torch(kind: str) -> None:
     torch.seed()
     for hidden, inner in SHAPES:
-        bell, layers = bell_of(9, 12, hidden), [random_records(kind, hidden, inner)] * 2
+        bell, layers = bell_of(9, 9 * 12, hidden), [random_records(kind, hidden, inner)] * 2
         with answering(bell, layers) as coordinator:
             for number, rows in enumerate((1, 2, 9), start=1):
                 x, pairs = random_job(rows, inner, hidden)
@@ -151,35 +154,78 @@ def test_what_makes_no_sense_is_left_out() -> None:
         assert coordinator.counts().refused == 1
 
 
+def is_told(bell: ShareBell, number: int, rows: int, seconds: float = 30.0) -> bool:
+    """Whether the answer is there, as the device sees it."""
+    numbers, end = bell.answer_of(number, rows)[:, :, 1].numpy(), time.perf_counter() + seconds
+    while not (numbers == number).all() and time.perf_counter() < end:
+        time.sleep(1e-5)
+    return bool((numbers == number).all())
+
+
+def answers_of_many(kind: str, threads: int, count: int, repeats: int) -> tuple[int, ShareCounts]:
+    """So many jobs at least, and until so many parts were computed again: how many answers are not
+    those of one thread alone, and the counts."""
+    hidden, inner = 1024, 512
+    bell, layers = bell_of(12, 36, hidden), [random_records(kind, hidden, inner) for _ in "ab"]
+    # three in turns, so that a space has another one each time, and one with more rows than a space
+    jobs = [(i % 2, *random_job(rows, inner, hidden)) for i, rows in enumerate((1, 2, 1, 12))]
+    wanted = []
+    with answering(bell, layers, threads=1):
+        for number, (layer, x, pairs) in enumerate(jobs, start=1):
+            ring(bell, x, pairs, number, layer)
+            assert answers(bell, number)
+            wanted.append(bell.out(number, len(x)).clone())
+    with answering(bell, layers, threads) as coordinator:
+        deadline, number, changed = time.perf_counter() + 60, int(bell.rung), 0
+        while coordinator.counts().repeated < repeats or number < count:
+            assert time.perf_counter() < deadline, coordinator.counts()
+            number += 1
+            # the large one now and then: it waits for those that are away
+            own = number % 3 if number % 50 else 3
+            layer, x, pairs = jobs[own]
+            ring(bell, x, pairs, number, layer)
+            assert is_told(bell, number, len(x)), (changed, coordinator.counts())
+            changed += not torch.equal(bell.out(number, len(x)), wanted[own])
+            # as the device does behind the answer
+            bell.x.zero_()
+        return changed, coordinator.counts()
+
+
 @pytest.mark.parametrize("kind", ["int4", "bf16"])
 def test_parts_of_threads_that_lost_their_core_are_computed_again(kind: str) -> None:
     """More threads than their one core has: they lose it in the middle of jobs."""
-    hidden, inner = 1024, 512
-    bell, layers = bell_of(12, 24, hidden), [random_records(kind, hidden, inner)] * 2
-    # the last one has more rows than a space
-    jobs = [random_job(rows, inner, hidden) for rows in (1, 1, 2, 12)]
-    wanted = []
-    with answering(bell, layers, threads=1):
-        for number, job in enumerate(jobs, start=1):
-            ring(bell, *job, number)
-            assert answers(bell, number)
-            wanted.append(bell.out(number, len(job[0])).clone())
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
-        with answering(bell, layers, threads=5) as coordinator:
-            deadline, number, changed = time.perf_counter() + 60, int(bell.rung), 0
-            while coordinator.counts().repeated < 50 or number < 400:
-                assert time.perf_counter() < deadline, coordinator.counts()
-                number += 1
-                ring(bell, *jobs[number % 4], number, layer=number % 2)
-                assert answers(bell, number)
-                want = wanted[number % 4]
-                assert bool((bell.answer_of(number, len(want))[:, :, 1] == number).all())
-                changed += not torch.equal(bell.out(number, len(want)), want)
-            assert changed == 0 and coordinator.counts().refused == 0
+        changed, counts = answers_of_many(kind, threads=5, count=300, repeats=50)
     finally:
         os.sched_setaffinity(0, cores)
+    assert changed == 0 and counts.refused == 0
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_answers_where_threads_lose_their_core_everywhere(tmp_path: Path) -> None:
+    """Also in front of a mark, in the middle of an answer, and for longer than few spaces last."""
+    header, root = Path(__file__).with_name("losing_cores.h"), Path(__file__).resolve().parents[2]
+    program = (
+        "from coterie.kernels.cpu import share\n"
+        "from tests.kernels.test_cpu_share import answers_of_many\n"
+        "for kind, share.JOB_SPACES in (('int4', 32), ('int8', 2), ('bf16', 1)):\n"
+        "    print(*answers_of_many(kind, threads=4, count=2000, repeats=1000))\n"
+    )
+    flags = f"'-DCT_LOSING_CORES=\"{header}\"'"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=root,
+        env={**os.environ, "COTERIE_HOME": str(tmp_path), "COTERIE_CXXFLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = done.stdout.splitlines()
+    assert len(told) == 3 and all(line.startswith("0 ") for line in told), told
 
 
 def test_hints_are_read_and_change_nothing() -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 pytestmark = [pytest.mark.timeout(600), needs_compiler]
 
 # one row, already normed or not; several rows that share experts, and chunks with masks
-CASES = ["layer/fp32/1/normed", "whole/fp32/2/plain"]
+CASES = ["layer/fp32/1/normed", "whole/fp32/2/plain", "whole/fp32/9/plain"]
 MORE = ["whole/fp32/4/plain", "whole/int8/4/plain"]
 MORE += [
     f"layer/{kind}/{rows}/{norm}"
@@ -47,7 +47,7 @@ def test_takes_what_the_table_says(errors: dict[str, float]) -> None:
 def test_silent_cpu_is_reported_and_gets_nothing_until_it_is_allowed(
     errors: dict[str, float],
 ) -> None:
-    assert errors["failed job"] == 1
+    assert errors["failed job"] != 0
     assert errors["given while off"] == 0
     # the device then computes everything itself
     assert errors["layer while off"] < TOLERANCE["fp32"]
@@ -75,8 +75,13 @@ class Layer:
         size = pool.record.nbytes
         begins = (pool.places * 16).tolist()
         records = [pool.base[begin : begin + size] for begin in begins]
-        self.bell = bell_of(4, 12, 64)
+        # more rows than a space of the answer has, or fewer
+        self.bell = bell_of(12, 36, 64)
         self.share = ShareState.new(self.bell, experts * self.inner, "cpu")
+        # spaces and numbers begin again
+        first = int(torch.tensor([0, 30, 2**31 - 1, -1])[torch.randint(4, ())])
+        for count in (self.bell.rung, self.bell.answered, self.share.state[:1]):
+            count.fill_(first)
         library: Any = native()
         self.coordinator = ShareCoordinator(
             library, self.bell, [ShareRecords([None] * experts, pool.record),

@@ -133,7 +133,7 @@ def shared(name: str) -> tuple[str, dict[str, str], dict[str, Any], dict[str, in
 
 def answer() -> tuple[str, dict[str, str], dict[str, Any], dict[str, int]]:
     name, types, constants, options = shared("_await_cpu")
-    sizes = {"COLUMNS": 1024, "PAUSE": 250, "SPACES": 16, "SPACE": 8 * 2048}
+    sizes = {"COLUMNS": 1024, "PAUSE": 250, "SPACES": 32, "SPACE": 8 * 2048}
     return name, types, {**constants, **sizes}, {**options, "num_warps": 16}
 
 

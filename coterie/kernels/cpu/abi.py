@@ -199,6 +199,7 @@ class ShareSetup(Structure):
         ("threads", c_int64),
         ("spaces", c_int64),
         ("space_rows", c_int64),
+        ("space_pairs", c_int64),
         ("rung", c_void_p),
         ("answered", c_void_p),
         ("job", c_void_p),

@@ -41,8 +41,8 @@ SUM_WORDS = 4
 HINT_WORDS = _LINE // 4
 HINT_HEAD = 3
 # spaces for the answers of jobs with at most so many rows, a power of two: a job has that of its
-# number, so that a thread that lost its core in the middle of one does not hold up the next
-JOB_SPACES, SPACE_ROWS = 16, 8
+# number, so that a thread that lost its core in the middle of one does not hold up the next ones
+JOB_SPACES, SPACE_ROWS = 32, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,11 @@ def _answer_rows(max_rows: int) -> int:
     return max(max_rows, JOB_SPACES * min(SPACE_ROWS, max_rows))
 
 
+def next_number(number: int) -> int:
+    """Of the job behind this one: int32, and never 0, which words have that were never written."""
+    return (number + 1 + 2**31) % 2**32 - 2**31 or 1
+
+
 @dataclass(frozen=True, slots=True)
 class ShareRecords:
     """The records of a layer in the device's layout, in RAM, by expert (None: it has no such)."""
@@ -175,7 +180,8 @@ class ShareCoordinator:
         parts = bell.rung, bell.answered, bell.job, bell.pairs, bell.x, bell.answer, bell.hint
         setup = abi.ShareSetup(
             self._native_layers, len(layers), bell.max_rows, bell.max_pairs, threads,
-            JOB_SPACES, bell.space_rows, *(part.data_ptr() for part in parts),
+            JOB_SPACES, bell.space_rows, bell.max_pairs // bell.max_rows * bell.space_rows,
+            *(part.data_ptr() for part in parts),
         )  # fmt: skip
         self._handle: int | None = self._native.ct_share_open(ctypes.byref(setup))
         # the thread must end before the memory that it reads, also when nobody closes this

@@ -149,6 +149,8 @@ def _ring(
             tl.store(job + 1, COUNT)
             tl.store(job + 2, given)
             number = tl.load(state + _JOBS) + 1
+            # words of an answer that were never written have 0
+            number = tl.where(number == 0, 1, number)
             tl.store(state + _JOBS, number)
             _fence()
             tl.store(rung, number)
@@ -287,6 +289,7 @@ def await_cpu(hidden: Tensor, share: ShareState, limit_ns: int, dependent: bool 
     """hidden [T, D] += the CPU's answer to the last job, if there was one."""
     bell, (rows, width) = share.bell, hidden.shape
     columns = min(_COLUMNS, triton.next_power_of_2(width))
+    assert JOB_SPACES & (JOB_SPACES - 1) == 0
     _await_cpu[(rows, triton.cdiv(width, columns))](
         hidden, share.state, share.clock, bell.failed, bell.sums,
         bell.answer.view(torch.int64).view(-1), limit_ns,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from coterie.core.errors import Unavailable
 from coterie.kernels.cpu.build import native
-from coterie.kernels.cpu.share import ShareBell, ShareCoordinator, ShareRecords
+from coterie.kernels.cpu.share import ShareBell, ShareCoordinator, ShareRecords, next_number
 from coterie.kernels.expert_layout import GROUP
 from coterie.moe.runtime.tiers import MemoryArena
 
@@ -140,27 +140,28 @@ class CpuShare:
         others; 0 if one is not answered. No job begins after `limit_s`, but the first. No step may
         ring meanwhile."""
         bell, pairs = self._bell, self._bell.pairs
-        first = int(bell.rung.numpy()[0])
-        if not self._answered(first, 0.0):
+        number = int(bell.rung.numpy()[0])
+        if not self._answered(number, 0.0):
             return 0.0
         bell.x.normal_()
         one = torch.ones(1).view(torch.int32)
         counts, begun, answered = [self._coordinator.counts()], time.perf_counter(), True
-        for number in range(1, _MEASURED_JOBS + 1):
-            row = number * 7 % len(self._layers)
+        for job in range(1, _MEASURED_JOBS + 1):
+            row = job * 7 % len(self._layers)
             layer = self._geometry.layers[row]
             present = self._geometry.present(layer)
             for at in range(_MEASURED_EXPERTS):
-                expert = present[(number * 5 + at * 11) % len(present)]
+                expert = present[(job * 5 + at * 11) % len(present)]
                 pairs[at] = torch.tensor([expert, 0, self.record.intermediate, int(one)])
             bell.job.copy_(torch.tensor([row, 1, _MEASURED_EXPERTS]))
-            bell.rung.fill_(first + number)
-            answered = self._answered(first + number, LIMIT_NS / 1e9)
+            number = next_number(number)
+            bell.rung.fill_(number)
+            answered = self._answered(number, LIMIT_NS / 1e9)
             counts.append(self._coordinator.counts())
             if not answered or time.perf_counter() - begun > limit_s:
                 break
         # what the device rings next follows on these
-        self.state.state[0] = first + number
+        self.state.state[0] = number
         self._counts = counts[-1]
         if not answered:
             return 0.0

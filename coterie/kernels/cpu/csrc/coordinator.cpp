@@ -7,7 +7,8 @@
 struct ShareSetup {
     const ShareLayer* layers;
     int64_t num_layers, max_rows, max_pairs, threads;
-    int64_t spaces, space_rows;  // a job with so few rows has the space of its number; any other has all of them
+    // a job of at most so many rows and pairs has the space of its number, any other has all of them
+    int64_t spaces, space_rows, space_pairs;
     const std::atomic<uint32_t>* rung;
     std::atomic<uint32_t>* answered;
     const volatile int32_t* job;  // layer, rows, pairs
@@ -29,8 +30,9 @@ class Coordinator {
           hints_(layers_.data(), setup.num_layers, setup.threads),
           crew_(int(setup.threads), setup.spaces + 1, setup.max_pairs, [this](int thread) { return read_ahead(thread); }) {
         for (const ShareLayer& layer : layers_) hidden_ = std::max<int64_t>(hidden_, layer.hidden);
-        for (int64_t i = 0; i <= setup.spaces; ++i)  // what no job uses of it stays without memory
-            runs_.emplace_back(layers_.data(), setup.num_layers, i < setup.spaces ? setup.space_rows : setup.max_rows, setup.max_pairs);
+        const auto add = [&](int64_t rows, int64_t pairs) { runs_.emplace_back(layers_.data(), setup.num_layers, rows, pairs); };
+        for (int64_t i = 0; i < setup.spaces; ++i) add(setup.space_rows, setup.space_pairs);
+        add(setup.max_rows, setup.max_pairs);
         thread_ = std::thread([this] { loop(); });
     }
     ~Coordinator() {
@@ -88,7 +90,8 @@ class Coordinator {
     void answer(uint32_t number) {
         const int64_t begin = now_ns();
         const int32_t layer = setup_.job[0], rows = setup_.job[1], pairs = setup_.job[2];
-        if (layer < 0 || layer >= setup_.num_layers || rows < 1 || rows > setup_.max_rows || pairs < 0 || pairs > setup_.max_pairs) {
+        const int64_t most_pairs = rows <= setup_.space_rows ? setup_.space_pairs : setup_.max_pairs;
+        if (layer < 0 || layer >= setup_.num_layers || rows < 1 || rows > setup_.max_rows || pairs < 0 || pairs > most_pairs) {
             ++refused_;  // overwritten while this thread did not run: nobody waits for the answer
             return;
         }
@@ -101,7 +104,7 @@ class Coordinator {
         const int64_t bytes = run.prepare({&layers_[layer], setup_.pairs, pairs, rows, setup_.x, out, number});
         run.each_expert([&](int32_t expert) { hinted_ += hints_.named(&layers_[layer], expert); });
         hints_.begin(&layers_[layer]);
-        crew_.run(number, space, run);
+        crew_.run(space, run);
         ++jobs_, bytes_ += bytes, busy_ns_ += now_ns() - begin;
         setup_.answered->store(number, std::memory_order_release);  // who sees it sees the counts
     }

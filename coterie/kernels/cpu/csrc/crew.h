@@ -1,7 +1,7 @@
 // Threads of their own for work that comes many times a second: between two jobs they spin, and after
 // a millisecond without one they sleep. A job does not wait for a thread that has not woken up yet, nor
-// for one that lost its core: the others do its part again, and it may still be at an old job when the
-// next ones run.
+// for one that lost its core: the others do its part again, and it may still be inside an old job while
+// the next ones run, as long as these have other spaces. Who calls `run` must have its core.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -12,6 +12,13 @@
 #include <thread>
 
 #include "team.h"
+
+// Where a thread that loses its core is late for others: a test's header makes it lose it.
+#ifdef CT_LOSING_CORES
+#include CT_LOSING_CORES
+#else
+inline void may_lose_core() {}
+#endif
 
 inline int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -41,7 +48,7 @@ struct alignas(64) Claim {
 };
 using Done = std::atomic<uint64_t>;  // the last job in which a part was done
 
-// Who waits longer for others than this, and than half of the time of its own work in that phase, does
+// Who waits longer for others than this, and than half of the time since it began with that phase, does
 // their parts again.
 constexpr int64_t LATE_NS = 50000;
 constexpr int64_t MOST_PHASES = 4;
@@ -62,15 +69,17 @@ struct JobSpace {
 // One thread of a crew in a job.
 class CrewTeam : public Team {
   public:
-    CrewTeam(JobSpace& space, uint64_t job, int size, int index)
-        : Team(space.phases.data(), size), space_(space), claims_(space.claims.data()), done_(space.done.data()), job_(job), index_(index) {}
+    // `open`: the job that runs now, this one or a later one
+    CrewTeam(JobSpace& space, const std::atomic<uint64_t>& open, uint64_t job, int size, int index)
+        : Team(space.phases.data(), size), space_(space), open_(open), claims_(space.claims.data()), done_(space.done.data()), job_(job), index_(index) {}
     int index() const { return index_; }
 
     // A phase of two halves. The first has `parts` parts for every thread, own(thread, part), which
     // others take only if it never comes; the second, rest(begin, end) over [0, count), goes to whoever
     // is free, in long chunks first and short ones at the end. Both may be called again for what a
-    // thread that lost its core has begun: they write the same values to the same places. Returns when
-    // all of it is done, or taken if it does not `wait`. `idle` as in `share`.
+    // thread that lost its core has begun: until the job is done they write the same values to the same
+    // places. Returns when all of it is done, or taken if it does not `wait`, or when the job is over.
+    // `idle` as in `share`.
     template <class Own, class Rest, class Idle>
     void work(int64_t parts, Own own, int64_t count, Rest rest, bool wait, Idle idle) {
         const int64_t begin = now_ns();
@@ -81,6 +90,7 @@ class CrewTeam : public Team {
         claims_ += threads, done_ += threads * (parts + LEVELS - 1);
         const auto own_part = [&](int64_t thread, int64_t part) {
             own(thread, part);
+            may_lose_core();
             done[thread * parts + part].store(job_, std::memory_order_release);
         };
         const auto start = [&](int64_t chunk) { return int64_t((2.0 * part_before(chunk + threads, threads) - 1.0) * double(count)); };
@@ -91,7 +101,8 @@ class CrewTeam : public Team {
         int64_t finished = 0;
         const auto take = [&](int64_t thread) {
             if (!claims[thread].take(job_)) return;
-            for (int64_t part = 0; part < parts; ++part) own_part(thread, part);
+            for (int64_t part = 0; part < parts; ++part)  // others did them while this thread had no core
+                if (done[thread * parts + part].load(std::memory_order_acquire) != job_) own_part(thread, part);
             ++finished;
         };
         take(index_);
@@ -111,10 +122,11 @@ class CrewTeam : public Team {
     }
 
   private:
-    // Whether all of a phase that began then was done in time.
-    template <class Idle> static bool wait_for(const Phase& phase, int64_t count, int64_t begin, Idle idle) {
+    // Whether all of a phase that began then was done in time, or the job is over.
+    template <class Idle> bool wait_for(const Phase& phase, int64_t count, int64_t begin, Idle idle) const {
         const int64_t own_end = now_ns(), late = own_end + std::max(LATE_NS, (own_end - begin) / 2);
         for (int looks = 1; phase.done.load(std::memory_order_acquire) < count; ++looks) {
+            if (open_.load(std::memory_order_relaxed) != job_) return true;
             if (looks % 16 == 0 && now_ns() > late) return false;
             if (!idle()) cpu_relax();
         }
@@ -122,6 +134,7 @@ class CrewTeam : public Team {
     }
 
     JobSpace& space_;
+    const std::atomic<uint64_t>& open_;
     Claim* claims_;
     Done* done_;
     const uint64_t job_;
@@ -144,24 +157,27 @@ class Crew {
     }
 
     // Runs body(team) on all threads that are awake, with at most MOST_PHASES phases. Its work is done
-    // on return; until its space is settled the last threads may still be inside. Numbers differ.
-    template <class Body> void run(uint32_t number, int64_t space_index, Body& body) {
+    // on return; until its space is settled the last threads may still be inside.
+    template <class Body> void run(int64_t space_index, Body& body) {
         settle(space_index);
         JobSpace& space = spaces_[space_index];
         for (Phase& phase : space.phases) phase.next = 0, phase.done = 0;
         space.call = [](void* data, CrewTeam& team) { (*static_cast<Body*>(data))(team); };
         space.data = &body;
-        const uint64_t job = 2 * (uint64_t(number) * spaces_.size() + space_index) + 1;  // odd: open
+        const uint64_t job = 2 * (++jobs_ * spaces_.size() + space_index) + 1;  // odd: open
         job_ = job;
         if (asleep_.load()) notify();
-        CrewTeam team(space, job, size_, 0);
+        CrewTeam team(space, job_, job, size_, 0);
         body(team);
         job_ = job + 1;
     }
 
     // Until nobody is inside the last job of this space.
     void settle(int64_t space) {
-        while (spaces_[space].inside.load()) cpu_relax();
+        for (int looks = 0; spaces_[space].inside.load(); ++looks) {
+            if (looks < 2048) cpu_relax();
+            else sched_yield();  // whoever is inside may need this core
+        }
     }
 
     // Parts that were done again because a thread was late.
@@ -197,8 +213,9 @@ class Crew {
             const uint64_t job = job_;
             JobSpace& space = spaces_[(job >> 1) % spaces_.size()];
             ++space.inside;
+            may_lose_core();
             if (!stop_ && (job & 1) && job_ == job) {  // still open: the space stays until nobody is inside
-                CrewTeam team(space, job, size_, index);
+                CrewTeam team(space, job_, job, size_, index);
                 space.call(space.data, team);
             }
             --space.inside;
@@ -209,6 +226,7 @@ class Crew {
     const int size_;
     const std::function<bool(int)> idle_;
     std::deque<JobSpace> spaces_;
+    uint64_t jobs_ = 0;
     alignas(64) std::atomic<uint64_t> job_{0};
     alignas(64) std::atomic<uint32_t> roused_{0};
     alignas(64) std::atomic<int> asleep_{0};

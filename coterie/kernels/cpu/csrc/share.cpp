@@ -192,6 +192,7 @@ template <int KIND> void ShareRun::activate(int64_t index, int64_t channel, int6
         const int64_t group = channel / GROUP, next = std::min(end, (group + 1) * GROUP);
         const uint32_t own = uint32_t(((uint64_t(1) << (next - channel)) - 1) << (channel % GROUP));
         channel = next;
+        may_lose_core();
         if ((finished_[index * (inner_ / GROUP) + group].fetch_or(own, std::memory_order_acq_rel) | own) != ALL_CHANNELS) continue;
         // behind the last one the rest of a step is zero
         const bool last = (group + 1) * GROUP == block.taken;
@@ -234,6 +235,7 @@ template <int KIND> void ShareRun::down(CrewTeam& team) {
         }
         for (int64_t row = 0; row < job_.rows; ++row)
             for (int64_t at = 0; at < width; ++at) {
+                if (at == width / 2) may_lose_core();
                 uint32_t bits;
                 memcpy(&bits, total + row * width + at, 4);
                 __atomic_store_n(job_.out + row * hidden + from + at, uint64_t(job_.number) << 32 | bits, __ATOMIC_RELAXED);

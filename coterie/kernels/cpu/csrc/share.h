@@ -3,7 +3,9 @@
 // activated and encoded by whoever finishes a group of channels; down, summed over the pairs of each
 // row in their order. Every value of the answer has the job's number beside it: who reads it needs no
 // other word to know that it is there. A thread that waits requests what it reads next. Two threads may
-// compute the same part: both write the same values to the same places.
+// compute the same part: both write the same values to the same places. Only when the answer was read,
+// x may change; who is still inside the job then writes anything, to the job's own buffers and answer,
+// which nobody reads until its space is settled.
 #pragma once
 #include <array>
 
@@ -28,7 +30,7 @@ struct ShareJob {
     const SharePair* pairs;
     int64_t num_pairs, rows;
     const float* x;  // [rows][hidden]
-    uint64_t* out;   // [rows][hidden]: a float, and above it the job's number; until the crew has settled
+    uint64_t* out;   // [rows][hidden]: a float, and above it the job's number; until its space is settled
     uint32_t number;
 };
 
