@@ -160,7 +160,7 @@ class ShareCounts:
     refused: int
     # experts of jobs that a hint had named
     hinted: int
-    # parts of jobs that were computed again because a thread had lost its core
+    # parts of jobs that were computed again because a thread was late
     repeated: int
 
 

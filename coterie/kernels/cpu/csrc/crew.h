@@ -79,7 +79,7 @@ class CrewTeam : public Team {
     // is free, in long chunks first and short ones at the end. Both may be called again for what a
     // thread that lost its core has begun: until the job is done they write the same values to the same
     // places. Returns when all of it is done, or taken if it does not `wait`, or when the job is over.
-    // `idle` as in `share`.
+    // `idle()`, which returns whether it did anything, is called while it waits for others.
     template <class Own, class Rest, class Idle>
     void work(int64_t parts, Own own, int64_t count, Rest rest, bool wait, Idle idle) {
         const int64_t begin = now_ns();

@@ -37,8 +37,7 @@ class Team {
     int size() const { return size_; }
 
     // Calls run(begin, end) over [0, count) in chunks of `grain`; returns when all are finished.
-    // `idle()`, which returns whether it did anything, is called while it waits for others.
-    template <class Run, class Idle> void share(int64_t count, int64_t grain, Run run, Idle idle) {
+    template <class Run> void share(int64_t count, int64_t grain, Run run) {
         Phase& phase = *phase_++;
         int64_t own = 0;
         for (;;) {
@@ -49,23 +48,16 @@ class Team {
             own += end - begin;
         }
         finish(phase, own);
-        wait(phase, count, idle);
-    }
-    template <class Run> void share(int64_t count, int64_t grain, Run run) {
-        share(count, grain, run, [] { return false; });
+        for (int spins = 0; phase.done.load(std::memory_order_acquire) < count;) {
+            if (++spins < 2048) cpu_relax();
+            else sched_yield();  // another thread has lost its core and still has work
+        }
     }
 
   protected:
     // once, because many threads that write to one line wait for each other
     static void finish(Phase& phase, int64_t own) {
         if (own) phase.done.fetch_add(own, std::memory_order_release);
-    }
-    template <class Idle> static void wait(const Phase& phase, int64_t count, Idle idle) {
-        for (int spins = 0; phase.done.load(std::memory_order_acquire) < count;) {
-            if (idle()) continue;
-            if (++spins < 2048) cpu_relax();
-            else sched_yield();  // another thread has lost its core and still has work
-        }
     }
 
     Phase* phase_;
