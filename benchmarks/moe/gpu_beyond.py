@@ -251,6 +251,7 @@ def _decode(sizes: Sizes, streams: int, model: CausalLM) -> dict[str, Any]:
         "cpu_part": share.get("part", 0.0),
         "cpu_job_us": 1e6 * share.get("busy_s", 0.0) / max(1, share.get("jobs", 0)),
         "cpu_wait_us": 1e6 * share.get("wait_s", 0.0) / max(1, share.get("jobs", 0)),
+        "cpu_repeats": share.get("repeated", 0),
         "limit": limit(copies + reads),
         "limits": [limit(rate) for rate in before],
         "share": found["decode_tok_s"] / limit(copies + reads),

@@ -106,7 +106,10 @@ class CrewTeam : public Team {
             ++finished;
         };
         take(index_);
-        for (int64_t chunk; (chunk = phase.next.fetch_add(1, std::memory_order_relaxed)) < chunks; ++finished) chunk_of_rest(chunk);
+        if (chunks)
+            for (int64_t chunk; (chunk = phase.next.fetch_add(1, std::memory_order_relaxed)) < chunks; ++finished) chunk_of_rest(chunk);
+        finish(phase, finished);  // before it looks at what all others took: they wait for this
+        finished = 0;
         for (int64_t thread = 0; thread < threads; ++thread) take(thread);
         finish(phase, finished);
         if (!wait || wait_for(phase, threads + chunks, begin, idle)) return;
