@@ -424,12 +424,26 @@ def decode_case(
             sum(a == b for a, b in pairwise(one)) / max(len(one) - 1, 1) for one in answers
         ),
     }
+    if streams > 1:
+        found |= fairness(runs[1:])
     context = sizes.prompt + sizes.output // 2
     if sizes.profile:
         prompts = make_prompts(model.spec.vocab, [sizes.prompt] * streams, seed=3)
         found["kernels"] = profile_decode(engine, prompts, sampling, sizes.device)
     found["model_ms"] = 1e3 * model_seconds(model, [1] * streams, [context] * streams)
     return found
+
+
+def fairness(runs: Sequence[Drive]) -> dict[str, float]:
+    """Whether a stream starves beside the others: the rate of the slowest one by that of the
+    fastest, in the worst run; and the longest time that one waited for a token behind its first."""
+    shares, gaps = [], [0.0]
+    for run in runs:
+        times = [stream.times for stream in run.streams]
+        rates = [(len(one) - 1) / max(one[-1] - one[0], 1e-9) for one in times if len(one) > 1]
+        shares += [min(rates) / max(rates)] if rates else []
+        gaps += [later - early for one in times for early, later in pairwise(one)]
+    return {"slowest_by_fastest": min(shares, default=1.0), "longest_gap_ms": 1e3 * max(gaps)}
 
 
 def with_limit(
@@ -682,6 +696,8 @@ class Case:
     beside: str = ""
     # the figure that counts
     figure: str = "tok_s"
+    # of the limit, wanted: by round where the limit is tried before each
+    share_goal: float | None = None
 
 
 class Models:
@@ -747,6 +763,10 @@ def line(case: Case, found: Mapping[str, Any]) -> str:
     cells.append(f"{rate:,.1f} tok/s")
     if case.goal is not None:
         cells.append(f"goal {case.goal:,.0f}: {'met' if rate >= case.goal else 'missed'}")
+    if case.share_goal is not None:
+        share = found.get("share_by_round", found["share"])
+        met = "met" if share >= case.share_goal else "missed"
+        cells.append(f"goal {case.share_goal:.0%} of the limit: {met}")
     for name, theirs in case.rivals.items():
         cells.append(f"{rate / theirs:.2f}x {name} ({theirs:,.0f})")
     if "share" in found:
@@ -774,8 +794,9 @@ def line(case: Case, found: Mapping[str, Any]) -> str:
 ROUTING = ("experts_shared", "experts_distinct")
 # of experts beyond the device
 LINK = ("share_by_round", "hit_rate", "link_GB_s", "crossing_GB", "moved_GB", "swaps", "peak_GB")
+RATES = ("decode_tok_s", "whole_tok_s", "TFLOP_s", "slowest_by_fastest", "repeated_tokens")
 # figures that are printed by their names
-REPORTED = ("decode_tok_s", "whole_tok_s", "TFLOP_s", "repeated_tokens", *ROUTING, *LINK)
+REPORTED = (*RATES, *ROUTING, *LINK)
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
