@@ -58,7 +58,7 @@ class TimeSpent:
     link_s: float = 0.0
     disk_s: float = 0.0
     cpu_s: float = 0.0
-    # scheduling, making text of tokens, sending it
+    # scheduling and launching while no device computes, making text of tokens, sending it
     host_s: float = 0.0
     # prompts of others in its steps, and steps without it
     others_s: float = 0.0

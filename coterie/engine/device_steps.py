@@ -67,7 +67,8 @@ class LaunchedStep:
     sample_s: float
     dispatch: StepUsage | None
     draws: LaunchedDraws | None = None
-    # recorded behind the copies of `draws`
+    # recorded before the step's first kernel, and behind the copies of `draws`
+    began: torch.cuda.Event | None = None
     done: torch.cuda.Event | None = None
     result: StepResult | None = None
     # waits for the step and returns the costs of its MoE experts; None: they are in `dispatch`
@@ -112,12 +113,20 @@ class DeviceCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._turn = device, 0
-        self._events = [recorded_event(device) for _ in range(3)]
+        self._events = [recorded_event(device, timed=True) for _ in range(3)]
+        self._begun = [recorded_event(device, timed=True) for _ in range(3)]
         # by tensor and number of rows: the first rows on the device, and a copy for each turn
         self._views: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
         self._kept: list[Tensor] = []
-        # behind the last copy
+        # before the last step, and behind its copies
+        self.began: torch.cuda.Event | None = None
         self.done: torch.cuda.Event | None = None
+
+    def begin(self) -> None:
+        """The next kernel is the first of a step."""
+        self.began = self._begun[(self._turn + 1) % len(self._begun)]
+        if self.began is not None:
+            self.began.record()
 
     def copy(self, tensors: Seq[Tensor], rows: int) -> tuple[Tensor, list[Tensor]]:
         """Enqueue copies of the first rows. Returns those of the first tensor on the device, and
@@ -186,6 +195,11 @@ class DeviceSteps:
                         self._drawing(step, kind)
 
     @property
+    def began(self) -> torch.cuda.Event | None:
+        """Recorded before the last step's first kernel."""
+        return self._answers.began
+
+    @property
     def done(self) -> torch.cuda.Event | None:
         """Recorded behind the copy of the last step's tokens."""
         return self._answers.done
@@ -230,6 +244,7 @@ class DeviceSteps:
                 return None
             running = found
         graph, kind = running.graph, running.kind
+        self._answers.begin()
         graph.captured.replay()
         draw = graph.draws[kind]
         draw.replay()

@@ -306,7 +306,8 @@ class Engine:
             return
         ran = time.perf_counter()
         usage = None if result.dispatch is None else result.dispatch.total
-        times = self._tracker.times.step(started, ran, self._counts["schedule_s"], usage)
+        scheduled_s = self._counts["schedule_s"]
+        times = self._tracker.times.step(started, ran, scheduled_s, usage, result.device_s)
         self._tracker.charge_time(plan, times)
         num_ended = [self._lanes[part.lane].scheduler.commit(part.plan) for part in parts]
         self._tracker.commit(plan, result, events)

@@ -113,6 +113,7 @@ class Runner:
             draws = self._steps.launch(plan, before, partial(self._group, plan))
             if draws is not None:
                 return self._launched(plan, draws, started, self._steps)
+        began = recorded_event(self._model.device, timed=True)
         arrays, bounds = self._arrays(plan, before)
         wanted, scored = self._wanted_rows(plan, bounds)
         arrays.append(wanted)
@@ -149,9 +150,12 @@ class Runner:
             # the rows of such a plan draw in order
             unknown = token_ids if ahead else None
             draws = self._sampler.launch(logits, plan.draws, tensors[7:], unknown)
-            done = recorded_event(self._model.device)
+            done = recorded_event(self._model.device, timed=True)
             sample_s = time.perf_counter() - forwarded
-            return LaunchedStep(plan, run_s, sample_s, dispatch, draws, done, usage_later=later)
+            return LaunchedStep(
+                plan, run_s, sample_s, dispatch, draws, began, done, usage_later=later
+            )
+        done = recorded_event(self._model.device, timed=True)
         drawn, prompt_scores = logits, {}
         if scored:
             drawn = logits[: len(logits) - len(scored)]
@@ -160,7 +164,10 @@ class Runner:
         sample_s = time.perf_counter() - forwarded
         if later is not None:
             dispatch = step_usage(plan, *later())
-        result = StepResult(tokens, scores, beams, late, prompt_scores, run_s, sample_s, dispatch)
+        device_s = _seconds_between(began, done)
+        result = StepResult(
+            tokens, scores, beams, late, prompt_scores, run_s, sample_s, device_s, dispatch
+        )
         return LaunchedStep(plan, run_s, sample_s, dispatch, result=result)
 
     def _batch(self, plan: StepPlan, bounds: list[int], tensors: list[Tensor]) -> AttentionBatch:
@@ -193,7 +200,9 @@ class Runner:
             self._model.ran_captured(*ran)
             later = self._model.launched_usage()
         run_s = time.perf_counter() - started
-        return LaunchedStep(plan, run_s, 0.0, None, draws, steps.done, usage_later=later)
+        return LaunchedStep(
+            plan, run_s, 0.0, None, draws, steps.began, steps.done, usage_later=later
+        )
 
     def _send(
         self, uploads: UploadRing, plan: StepPlan, arrays: list[NDArray[Any]], more: list[Any]
@@ -227,6 +236,7 @@ class Runner:
             late=late,
             run_s=launched.run_s,
             sample_s=launched.sample_s + time.perf_counter() - started,
+            device_s=_seconds_between(launched.began, launched.done),
             dispatch=dispatch,
         )
 
@@ -320,6 +330,14 @@ class Runner:
             place: one._replace(top=one.top[:num])
             for place, num, one in zip(scored, num_tops, scores, strict=True)
         }
+
+
+def _seconds_between(began: torch.cuda.Event | None, done: torch.cuda.Event | None) -> float | None:
+    """By the device's clock; None: it has none."""
+    if began is None or done is None:
+        return None
+    done.synchronize()
+    return float(began.elapsed_time(done)) / 1e3
 
 
 def _fresh_rows(plan: StepPlan, bounds: list[int]) -> tuple[tuple[int, int], ...]:

@@ -165,5 +165,7 @@ class StepResult:
     prompt_scores: Mapping[tuple[int, int], TokenScore] = field(default_factory=dict)
     run_s: float = 0.0
     sample_s: float = 0.0
+    # from the first kernel of the step to its last, by the device's clock; None: the host computes
+    device_s: float | None = None
     # None if the model has no routed experts
     dispatch: StepUsage | None = None

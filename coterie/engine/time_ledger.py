@@ -38,14 +38,21 @@ class TimeLedger:
         self._scheduled_s = 0.0
 
     def step(
-        self, started: float, ran: float, scheduled_s: float, usage: MoeUsage | None
+        self,
+        started: float,
+        ran: float,
+        scheduled_s: float,
+        usage: MoeUsage | None,
+        device_s: float | None = None,
     ) -> StepTimes:
         """A step that the engine began to schedule at `started` was computed at `ran`.
-        `scheduled_s`: seconds of scheduling since the engine's start."""
+        `scheduled_s`: seconds of scheduling since the engine's start. `device_s`: of the step by
+        the device's own clock; when that had nothing to do, the engine was what took time."""
         # tokens of the last step became text, and were sent
         between = 0.0 if self._ran is None else max(0.0, started - self._ran)
         planned, self._scheduled_s = scheduled_s - self._scheduled_s, scheduled_s
-        run_s = max(0.0, ran - started - planned)
+        whole_s = max(0.0, ran - started - planned)
+        run_s = whole_s if device_s is None else min(whole_s, device_s)
         disk = cpu = link = 0.0
         if usage is not None:
             disk, cpu = usage.disk_s, usage.cpu_s
@@ -53,7 +60,8 @@ class TimeLedger:
             # several waits may pass at one time
             scale = min(1.0, run_s / max(link + disk + cpu, 1e-12))
             link, disk, cpu = link * scale, disk * scale, cpu * scale
-        times = StepTimes(run_s - link - disk - cpu, link, disk, cpu, between + planned)
+        own = between + planned + whole_s - run_s
+        times = StepTimes(run_s - link - disk - cpu, link, disk, cpu, own)
         self._ran = ran
         self.num_steps += 1
         self.busy_s += times.run_s + times.host_s

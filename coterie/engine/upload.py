@@ -23,11 +23,12 @@ _TYPES: dict[np.dtype[Any], torch.dtype] = {
 }
 
 
-def recorded_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event behind all that was enqueued so far; None on a device that computes at once."""
+def recorded_event(device: torch.device, timed: bool = False) -> torch.cuda.Event | None:
+    """An event behind all that was enqueued so far; None on a device that computes at once.
+    `timed`: it tells when the device was there."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
     event.record()
     return event
 

@@ -121,3 +121,20 @@ def test_waits_never_exceed_their_step() -> None:
     ledger.idle()
     assert ledger.since_ran(50.0) == 0
     assert ledger.step(50.0, 51.0, 0.25, None).host_s == 0
+
+
+def test_what_a_device_did_not_compute_was_the_engine() -> None:
+    """By the device's clock a step took less than for the one who waited; or more, where it had
+    begun before."""
+    ledger = TimeLedger()
+    usage = MoeUsage(stall_s=0.2, cpu_s=0.05)
+    times = ledger.step(10.0, 11.0, 0.1, usage, device_s=0.6)
+    assert times.run_s == pytest.approx(0.6) and times.host_s == pytest.approx(0.4)
+    assert times.device_s == pytest.approx(0.4)
+    assert times.link_s == pytest.approx(0.15) and times.cpu_s == pytest.approx(0.05)
+    early = ledger.step(11.0, 11.5, 0.1, usage, device_s=0.7)
+    assert early.run_s == pytest.approx(0.5) and early.host_s == pytest.approx(0.0)
+    assert early.device_s == pytest.approx(0.3)
+    # waits that pass at one time are not longer than what the device was busy
+    assert ledger.step(11.5, 12.5, 0.1, usage, device_s=0.1).run_s == pytest.approx(0.1)
+    assert ledger.busy_s == pytest.approx(2.5)

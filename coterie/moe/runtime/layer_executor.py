@@ -378,6 +378,10 @@ class LayerJob:
         if tally.waits:
             tally.stall_s += seconds_outside(tally.waits, work)
             tally.disk_s += seconds_outside(tally.disk_waits, work)
+        if self.host_out is not self.out:
+            # the accelerator waits for what the CPU computes
+            for_cpu = seconds_outside(self.worked["host"], self.worked["device"])
+            tally.stall_s, tally.cpu_s = tally.stall_s + for_cpu, tally.cpu_s + for_cpu
 
     def spans(self, begin: float, end: float) -> list[LayerSpan]:
         named = [(what, at) for what, times in self.worked.items() for at in times]

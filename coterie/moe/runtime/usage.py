@@ -250,8 +250,9 @@ class UsageTelemetry:
             for name in ("moved_bytes", "read_bytes", "host_hits", "host_misses"):
                 setattr(own, name, getattr(own, name) + round(getattr(tally, name) * part))
             own.io_s += tally.io_s * part
-            own.stall_s += tally.stall_s * part
+            own.stall_s += (tally.stall_s - tally.cpu_s) * part + tally.cpu_s * work
             own.disk_s += tally.disk_s * part
+            own.cpu_s += tally.cpu_s * work
             own.lookup_s += tally.lookup_s * work
             own.compute_s += tally.compute_s * work
 
