@@ -23,7 +23,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
-from coterie.core.errors import ConfigError, CoterieError, MissingDependency, WeightsError
+from coterie.core.errors import (
+    ConfigError,
+    CoterieError,
+    MissingDependency,
+    Unavailable,
+    WeightsError,
+)
 from coterie.core.events import Event
 from coterie.core.lane import LaneConfig
 from coterie.core.moe import USAGE_FIELDS, MoeUsage
@@ -37,6 +43,7 @@ from coterie.engine.grammar import GrammarCache
 from coterie.engine.request_tracker import RequestTracker
 from coterie.engine.runner import Runner
 from coterie.engine.scheduler import Scheduler, join_plans
+from coterie.weights.shortage import is_shortage
 
 if TYPE_CHECKING:
     from coterie.engine.step import StepPlan, StepResult
@@ -49,6 +56,7 @@ HORIZON_S = 30.0
 # estimate before anything was measured
 FIRST_GUESS_S = 1.0
 MAX_RETRY_S = 600.0
+NO_MEMORY = "there is not enough memory to compute this now"
 
 
 class LaneThroughput:
@@ -102,6 +110,8 @@ COUNTERS = (
     "run_s",
     "sample_s",
     "commit_s",
+    # steps that were computed again, in smaller ones, because memory was refused
+    "smaller_steps",
 )
 
 
@@ -266,7 +276,8 @@ class Engine:
             try:
                 flight = StepFlight(parts, self._lanes[parts[0].lane].runner.launch(plan))
             except Exception as error:
-                self._failed(parts, plan, error, events)
+                if not self._takes_smaller_steps(parts, plan, error):
+                    self._failed(parts, plan, error, events)
                 return events
         if not self._runs_ahead:
             self._land(flight, started, events)
@@ -340,9 +351,29 @@ class Engine:
         if self._experts is not None:
             self._experts.update(updates)
 
+    def _takes_smaller_steps(self, parts: Seq[LanePlan], plan: StepPlan, error: Exception) -> bool:
+        """Memory was refused for a step with prompts: whether its rows, none of which has advanced,
+        can be computed in steps of half as many tokens. Later ones are not larger either."""
+        if isinstance(error, WeightsError) or not is_shortage(error):
+            return False
+        if plan.copies or not plan.num_prefill_tokens:
+            return False
+        tokens = plan.num_tokens // 2
+        schedulers = [self._lanes[part.lane].scheduler for part in parts]
+        if not all(scheduler.limit_steps(tokens) for scheduler in schedulers):
+            return False
+        for scheduler, part in zip(schedulers, parts, strict=True):
+            scheduler.landed(part.plan)
+        self._counts["smaller_steps"] += 1
+        reason = f"memory was refused: steps of at most {tokens} tokens from now on"
+        log.warning("smaller_steps", extra={"replica": self._replica, "reason": reason})
+        return True
+
     def _failed(
         self, parts: Seq[LanePlan], plan: StepPlan, error: Exception, events: list[Event]
     ) -> None:
+        if is_shortage(error) and not isinstance(error, WeightsError):
+            error = Unavailable(NO_MEMORY, retry_after_s=FIRST_GUESS_S)
         for part in parts:
             self._lanes[part.lane].scheduler.landed(part.plan)
         fields = {"replica": self._replica}

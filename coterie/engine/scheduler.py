@@ -19,6 +19,7 @@ from bisect import bisect, insort
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -389,6 +390,14 @@ class Scheduler:
         for sequence in self._leaving:
             self._leave(sequence)
         self._leaving.clear()
+
+    def limit_steps(self, tokens: int) -> bool:
+        """Later steps have at most so many tokens; False: all that decode would have no room."""
+        if tokens <= self.config.max_sequences:
+            return False
+        tokens = min(tokens, self.config.max_step_tokens)
+        self.config = replace(self.config, max_step_tokens=tokens)
+        return True
 
     def used_blocks(self, sequence: Sequence) -> Seq[int]:
         """Its blocks, without one that only a step in flight needs."""

@@ -424,6 +424,7 @@ RECOVERY_SERIES: dict[str, tuple[str, ...]] = {
     "requests_resent": ("coterie_recoveries", "request_resent"),
     "moe_updates_failed": ("coterie_recoveries", "experts_stayed"),
     "moe_cpu_silent": ("coterie_recoveries", "cpu_silent"),
+    "smaller_steps": ("coterie_recoveries", "smaller_steps"),
 }
 ENGINE_SERIES = MOE_SERIES | ADAPTER_SERIES | RECOVERY_SERIES | GRAPH_SERIES
 
@@ -543,7 +544,8 @@ METRICS = (
         "server had closed an idle connection, `stood_in` for a remote server that failed before "
         "its first token, `job_taken_up`, `batch_taken_up` and `receipt` read back after a crash, "
         "`experts_stayed` where a move of experts failed, `cpu_silent` where the CPU's part of a "
-        "step's experts did not come in time (its requests failed).",
+        "step's experts did not come in time (its requests failed), `smaller_steps` because memory "
+        "was refused for one.",
         ("where", "kind"),
     ),
     Metric(

@@ -14,8 +14,8 @@ seeded draws. kernels: against their twins. adapters: logits against torch, and 
 against transformers with merged weights. bank: the answers again with a quarter of the experts on
 the device, for every strategy. share: with a part of them computed by the CPU. prefetch: with some
 read ahead. prompts: the bits of prompts there. crash: the worker is killed in the middle of 8
-streams. slow: at least 95% of a slow request's time is explained. elastic: the answers while KV and
-experts trade memory, `--seconds` of it.
+streams. slow: at least 95% of a slow request's time is explained. shortage: CUDA refuses memory,
+on load and to a step. elastic: the answers while KV and experts trade memory, `--seconds` of it.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from tests.cuda import (
     prefetch,
     prompts,
     share,
+    shortage,
     slow,
 )
 from tests.cuda.suite import run_here, run_in_processes, summary, wanted
@@ -61,7 +62,8 @@ def main() -> int:
         *prompts.checks(device),
         *crash.checks(device),
     ]
-    checks += [*slow.checks(device), *elastic.checks(device, options.prompts, options.seconds)]
+    checks += [*slow.checks(device), *shortage.checks(device)]
+    checks += [*elastic.checks(device, options.prompts, options.seconds)]
     checks = wanted(checks, options.only)
     if options.list:
         print("\n".join(check.name for check in checks))
