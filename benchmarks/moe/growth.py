@@ -231,7 +231,8 @@ def main() -> int:
     print("\n".join(lines(found.samples)))
     print(json.dumps(told))
     if options.json:
-        options.json.write_text(json.dumps(told, indent=1))
+        facts = {key: value for key, value in vars(options).items() if key != "json"}
+        options.json.write_text(json.dumps({"options": facts} | told, indent=1))
     print("FAILED: " + "; ".join(told["failed"]) if told["failed"] else "ok")
     model.close()
     return int(bool(told["failed"]))
