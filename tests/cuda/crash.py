@@ -6,6 +6,7 @@ the check says how many of them differ: the prompt and the emitted tokens are co
 step, whose products may round otherwise than those of single tokens, as may those of other batches.
 
 pipe: over a pipe (`pipe_worker`). process: with `ProcessReplica`, where ZeroMQ and msgspec are.
+share: over a pipe, and the CPU computes a part of the experts that are not on the device.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from coterie.core.plan import Admitted, Assignment
 from coterie.core.request import Limits, Sampling
 from coterie.workers.contract import WorkerSpec
 from tests.cuda.pipe_worker import PipeReplica
+from tests.cuda.share import native_library
 from tests.cuda.suite import Check, NotHere
 
 KINDS = ("fp32", "bf16", "int4")
@@ -51,6 +53,8 @@ def checks(device: str) -> Iterator[Check]:
     for kind in KINDS:
         yield Check(f"crash {kind}", f"crash/{kind}/pipe", partial(_check, device, kind, "pipe"))
     yield Check("crash process", "crash/fp32/process", partial(_check, device, "fp32", "process"))
+    # the CPU computes a part of the missing experts, as it does where nobody says otherwise
+    yield Check("crash share", "crash/fp32/share", partial(_check, device, "fp32", "share"))
 
 
 @cache
@@ -64,6 +68,8 @@ def _checkpoint(device: str) -> tuple[tempfile.TemporaryDirectory[str], Path]:
 def _check(device: str, kind: str, transport: str) -> str:
     if transport == "process" and (find_spec("zmq") is None or find_spec("msgspec") is None):
         raise NotHere("needs ZeroMQ and msgspec")
+    if transport == "share":
+        native_library(device)  # the worker inherits what it says
     spec = WorkerSpec(
         name="crash",
         model=str(_checkpoint(device)[1]),

@@ -27,6 +27,8 @@ HIDDEN, INNER, EXPERTS, TOP_K = 1024, 416, 24, 8
 # rows: by pair, or with whole experts
 WAYS = {"pairs": (1, 3, 4), "whole": (5, 16)}
 LIMIT_NS = 400_000_000
+# lru and active_only copy what they miss
+STRATEGIES = ("hot_cached_static", "adaptive", "cpu_only", "static_pin", "weighted_pin")
 
 
 def checks(device: str) -> Iterator[Check]:
@@ -34,7 +36,8 @@ def checks(device: str) -> Iterator[Check]:
         for way, rows in WAYS.items():
             call = partial(_layer, device, kind, way, rows)
             yield Check("share", f"share/layer/{kind}/{way}", call)
-    yield Check("share", "share/answers", partial(_answers, device))
+    for strategy in STRATEGIES:
+        yield Check("share", f"share/answers/{strategy}", partial(_answers, device, strategy))
     yield Check("share", "share/silence", partial(_silence, device))
 
 
@@ -130,24 +133,23 @@ def _layer(device: str, kind: str, way: str, all_rows: tuple[int, ...]) -> str:
     return f"error {worst:.1e}, {given} pairs to the CPU"
 
 
-def _model(device: str) -> Any:
+def _model(device: str, strategy: str = STRATEGIES[0]) -> Any:
     from tests.cuda import bank
 
     native_library(device)
     total = bank.LARGE["num_hidden_layers"] * bank.LARGE["num_experts"]
-    # lru and active_only copy what they miss
-    model = bank._large(bank._settings(total, "hot_cached_static"))
+    model = bank._large(bank._settings(total, strategy))
     bank._runtime(model).wait_loaded()
     pool = bank._runtime(model).device_pool()
     assert pool is not None and pool.share is not None, "the CPU gets nothing"
     return model
 
 
-def _answers(device: str) -> str:
+def _answers(device: str, strategy: str) -> str:
     from tests.cuda import bank
 
     native_library(device)
-    want, model = bank._large_answers(), _model(device)
+    want, model = bank._large_answers(), _model(device, strategy)
     try:
         got = bank._answers(model)
         report = bank._runtime(model).report()["cpu_share"]
