@@ -356,15 +356,19 @@ class Engine:
         can be computed in steps of half as many tokens. Later ones are not larger either."""
         if isinstance(error, WeightsError) or not is_shortage(error):
             return False
-        if plan.copies or not plan.num_prefill_tokens:
+        wide = [part for part in parts if part.plan.num_prefill_tokens]
+        schedulers = [self._lanes[part.lane].scheduler for part in wide]
+        smaller = [part.plan.num_tokens // 2 for part in wide]
+        if plan.copies or not wide:
             return False
-        tokens = plan.num_tokens // 2
-        schedulers = [self._lanes[part.lane].scheduler for part in parts]
-        if not all(scheduler.limit_steps(tokens) for scheduler in schedulers):
+        if any(n <= s.config.max_sequences for n, s in zip(smaller, schedulers, strict=True)):
             return False
-        for scheduler, part in zip(schedulers, parts, strict=True):
-            scheduler.landed(part.plan)
+        for tokens, scheduler in zip(smaller, schedulers, strict=True):
+            scheduler.limit_steps(tokens)
+        for part in parts:
+            self._lanes[part.lane].scheduler.landed(part.plan)
         self._counts["smaller_steps"] += 1
+        tokens = sum(smaller)
         reason = f"memory was refused: steps of at most {tokens} tokens from now on"
         log.warning("smaller_steps", extra={"replica": self._replica, "reason": reason})
         return True

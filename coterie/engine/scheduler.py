@@ -391,13 +391,9 @@ class Scheduler:
             self._leave(sequence)
         self._leaving.clear()
 
-    def limit_steps(self, tokens: int) -> bool:
-        """Later steps have at most so many tokens; False: all that decode would have no room."""
-        if tokens <= self.config.max_sequences:
-            return False
-        tokens = min(tokens, self.config.max_step_tokens)
+    def limit_steps(self, tokens: int) -> None:
+        """Later steps have at most so many tokens, more than sequences can run."""
         self.config = replace(self.config, max_step_tokens=tokens)
-        return True
 
     def used_blocks(self, sequence: Sequence) -> Seq[int]:
         """Its blocks, without one that only a step in flight needs."""
