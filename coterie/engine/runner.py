@@ -113,7 +113,7 @@ class Runner:
             draws = self._steps.launch(plan, before, partial(self._group, plan))
             if draws is not None:
                 return self._launched(plan, draws, started, self._steps)
-        began = recorded_event(self._model.device, timed=True)
+        began = self._event()
         arrays, bounds = self._arrays(plan, before)
         wanted, scored = self._wanted_rows(plan, bounds)
         arrays.append(wanted)
@@ -150,12 +150,12 @@ class Runner:
             # the rows of such a plan draw in order
             unknown = token_ids if ahead else None
             draws = self._sampler.launch(logits, plan.draws, tensors[7:], unknown)
-            done = recorded_event(self._model.device, timed=True)
+            done = self._event()
             sample_s = time.perf_counter() - forwarded
             return LaunchedStep(
                 plan, run_s, sample_s, dispatch, draws, began, done, usage_later=later
             )
-        done = recorded_event(self._model.device, timed=True)
+        done = self._event()
         drawn, prompt_scores = logits, {}
         if scored:
             drawn = logits[: len(logits) - len(scored)]
@@ -169,6 +169,10 @@ class Runner:
             tokens, scores, beams, late, prompt_scores, run_s, sample_s, device_s, dispatch
         )
         return LaunchedStep(plan, run_s, sample_s, dispatch, result=result)
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Tells when the device is behind all that was enqueued so far."""
+        return None if self._uploads is None else recorded_event(self._model.device, timed=True)
 
     def _batch(self, plan: StepPlan, bounds: list[int], tensors: list[Tensor]) -> AttentionBatch:
         """The rows of the plan for the model. `bounds`: where each sequence's rows begin."""
