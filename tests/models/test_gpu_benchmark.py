@@ -47,6 +47,16 @@ def test_cases_run(module: str, cases: tuple[str, ...], tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_hits_behind_a_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    run("benchmarks.moe.gpu_warm", "--smoke", "--strategies", "adaptive", "--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["tokens"] for row in rows[:2]] == ["2 to 16", "17 to 32"]
+    assert [row["prompt"] for row in rows] == [1] * 6 + [2] * 6
+    assert all(0 < row["hit_rate"] <= 1 and row["tok_s"] > 0 for row in rows)
+
+
+@pytest.mark.full
 def test_without_a_case_all_are_listed() -> None:
     names = [line.split(" | ") for line in run("benchmarks.moe.gpu").splitlines()]
     assert ["bf16-decode-64", "not run"] in names and len(names) > 20
