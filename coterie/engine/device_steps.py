@@ -21,7 +21,7 @@ from torch import Tensor
 from coterie.engine.edits import edit_arrays, num_unchanged
 from coterie.engine.sampler import DeviceDraws, LaunchedDraws, ModelOutput, SampleBatch
 from coterie.engine.step import DecodeRows, StepPlan, StepResult, StepSegment, StepUsage
-from coterie.engine.upload import NUM_BUFFERS, UploadRing, recorded_event
+from coterie.engine.upload import NUM_BUFFERS, StepEvents, UploadRing, recorded_event
 from coterie.kernels.batch import AttentionBatch, Places, places_of
 from coterie.kernels.draws import LogitEdits
 from coterie.kernels.reference import step as reference
@@ -67,9 +67,8 @@ class LaunchedStep:
     sample_s: float
     dispatch: StepUsage | None
     draws: LaunchedDraws | None = None
-    # recorded before the step's first kernel, and behind the copies of `draws`
-    began: torch.cuda.Event | None = None
-    done: torch.cuda.Event | None = None
+    # of a step that ends behind the copies of `draws`
+    events: StepEvents | None = None
     result: StepResult | None = None
     # waits for the step and returns the costs of its MoE experts; None: they are in `dispatch`
     usage_later: Callable[[], tuple[MoeUsage, list[MoeUsage]]] | None = None
@@ -113,32 +112,29 @@ class DeviceCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._turn = device, 0
-        self._events = [recorded_event(device, timed=True) for _ in range(3)]
-        self._begun = [recorded_event(device, timed=True) for _ in range(3)]
+        self._events = [StepEvents(device) for _ in range(3)]
         # by tensor and number of rows: the first rows on the device, and a copy for each turn
         self._views: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
         self._kept: list[Tensor] = []
-        # before the last step, and behind its copies
-        self.began: torch.cuda.Event | None = None
-        self.done: torch.cuda.Event | None = None
+
+    @property
+    def events(self) -> StepEvents:
+        """Of the last step."""
+        return self._events[self._turn]
 
     def begin(self) -> None:
         """The next kernel is the first of a step."""
-        self.began = self._begun[(self._turn + 1) % len(self._begun)]
-        if self.began is not None:
-            self.began.record()
+        self._turn = (self._turn + 1) % len(self._events)
+        self.events.begin()
 
     def copy(self, tensors: Seq[Tensor], rows: int) -> tuple[Tensor, list[Tensor]]:
-        """Enqueue copies of the first rows. Returns those of the first tensor on the device, and
-        all on the host."""
-        turn = self._turn = (self._turn + 1) % len(self._events)
+        """Enqueue copies of the first rows, the end of the step. Returns those of the first tensor
+        on the device, and all on the host."""
         copies = []
         for tensor in tensors:
             source, targets = self._rows(tensor, rows)
-            copies.append(targets[turn].copy_(source, non_blocking=True))
-        self.done = self._events[turn]
-        if self.done is not None:
-            self.done.record()
+            copies.append(targets[self._turn].copy_(source, non_blocking=True))
+        self.events.end()
         return self._rows(tensors[0], rows)[0], copies
 
     def _rows(self, tensor: Tensor, rows: int) -> tuple[Tensor, list[Tensor]]:
@@ -195,14 +191,9 @@ class DeviceSteps:
                         self._drawing(step, kind)
 
     @property
-    def began(self) -> torch.cuda.Event | None:
-        """Recorded before the last step's first kernel."""
-        return self._answers.began
-
-    @property
-    def done(self) -> torch.cuda.Event | None:
-        """Recorded behind the copy of the last step's tokens."""
-        return self._answers.done
+    def events(self) -> StepEvents:
+        """Of the last step, which ends behind the copy of its tokens."""
+        return self._answers.events
 
     @property
     def ran(self) -> tuple[Tensor, AttentionBatch] | None:

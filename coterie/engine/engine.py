@@ -354,7 +354,7 @@ class Engine:
     def _takes_smaller_steps(self, parts: Seq[LanePlan], plan: StepPlan, error: Exception) -> bool:
         """Memory was refused for a step with prompts: whether its rows, none of which has advanced,
         can be computed in steps of half as many tokens. Later ones are not larger either."""
-        if isinstance(error, WeightsError) or not is_shortage(error):
+        if not _is_memory_refused(error):
             return False
         wide = [part for part in parts if part.plan.num_prefill_tokens]
         schedulers = [self._lanes[part.lane].scheduler for part in wide]
@@ -376,7 +376,7 @@ class Engine:
     def _failed(
         self, parts: Seq[LanePlan], plan: StepPlan, error: Exception, events: list[Event]
     ) -> None:
-        if is_shortage(error) and not isinstance(error, WeightsError):
+        if _is_memory_refused(error):
             error = Unavailable(NO_MEMORY, retry_after_s=FIRST_GUESS_S)
         for part in parts:
             self._lanes[part.lane].scheduler.landed(part.plan)
@@ -490,6 +490,11 @@ class Engine:
         counts["run_s"] += result.run_s
         counts["sample_s"] += result.sample_s
         counts["commit_s"] += now - ran
+
+
+def _is_memory_refused(error: Exception) -> bool:
+    """To the step itself, not to an expert that it loads."""
+    return is_shortage(error) and not isinstance(error, WeightsError)
 
 
 REPORT_EVERY_S = 1.0

@@ -36,7 +36,7 @@ from coterie.engine.step import (
     TokenScore,
     step_usage,
 )
-from coterie.engine.upload import UploadRing, recorded_event
+from coterie.engine.upload import StepEvents, UploadRing
 from coterie.kernels.backend import best_backend
 from coterie.kernels.batch import FRESH_ROWS, AttentionBatch
 from coterie.kernels.patch import Segment
@@ -113,7 +113,7 @@ class Runner:
             draws = self._steps.launch(plan, before, partial(self._group, plan))
             if draws is not None:
                 return self._launched(plan, draws, started, self._steps)
-        began = self._event()
+        events = None if self._uploads is None else StepEvents(model.device).begin()
         arrays, bounds = self._arrays(plan, before)
         wanted, scored = self._wanted_rows(plan, bounds)
         arrays.append(wanted)
@@ -150,12 +150,12 @@ class Runner:
             # the rows of such a plan draw in order
             unknown = token_ids if ahead else None
             draws = self._sampler.launch(logits, plan.draws, tensors[7:], unknown)
-            done = self._event()
+            if events is not None:
+                events.end()
             sample_s = time.perf_counter() - forwarded
-            return LaunchedStep(
-                plan, run_s, sample_s, dispatch, draws, began, done, usage_later=later
-            )
-        done = self._event()
+            return LaunchedStep(plan, run_s, sample_s, dispatch, draws, events, usage_later=later)
+        if events is not None:
+            events.end()
         drawn, prompt_scores = logits, {}
         if scored:
             drawn = logits[: len(logits) - len(scored)]
@@ -164,15 +164,11 @@ class Runner:
         sample_s = time.perf_counter() - forwarded
         if later is not None:
             dispatch = step_usage(plan, *later())
-        device_s = _seconds_between(began, done)
+        device_s = None if events is None else events.seconds()
         result = StepResult(
             tokens, scores, beams, late, prompt_scores, run_s, sample_s, device_s, dispatch
         )
         return LaunchedStep(plan, run_s, sample_s, dispatch, result=result)
-
-    def _event(self) -> torch.cuda.Event | None:
-        """Tells when the device is behind all that was enqueued so far."""
-        return None if self._uploads is None else recorded_event(self._model.device, timed=True)
 
     def _batch(self, plan: StepPlan, bounds: list[int], tensors: list[Tensor]) -> AttentionBatch:
         """The rows of the plan for the model. `bounds`: where each sequence's rows begin."""
@@ -204,9 +200,7 @@ class Runner:
             self._model.ran_captured(*ran)
             later = self._model.launched_usage()
         run_s = time.perf_counter() - started
-        return LaunchedStep(
-            plan, run_s, 0.0, None, draws, steps.began, steps.done, usage_later=later
-        )
+        return LaunchedStep(plan, run_s, 0.0, None, draws, steps.events, usage_later=later)
 
     def _send(
         self, uploads: UploadRing, plan: StepPlan, arrays: list[NDArray[Any]], more: list[Any]
@@ -228,8 +222,7 @@ class Runner:
             return launched.result
         assert launched.draws is not None
         started = time.perf_counter()
-        if launched.done is not None:
-            launched.done.synchronize()
+        device_s = None if launched.events is None else launched.events.seconds()
         tokens, scores, _, late = self._sampler.read(launched.draws)
         dispatch = launched.dispatch
         if launched.usage_later is not None:
@@ -240,7 +233,7 @@ class Runner:
             late=late,
             run_s=launched.run_s,
             sample_s=launched.sample_s + time.perf_counter() - started,
-            device_s=_seconds_between(launched.began, launched.done),
+            device_s=device_s,
             dispatch=dispatch,
         )
 
@@ -334,14 +327,6 @@ class Runner:
             place: one._replace(top=one.top[:num])
             for place, num, one in zip(scored, num_tops, scores, strict=True)
         }
-
-
-def _seconds_between(began: torch.cuda.Event | None, done: torch.cuda.Event | None) -> float | None:
-    """By the device's clock; None: it has none."""
-    if began is None or done is None:
-        return None
-    done.synchronize()
-    return float(began.elapsed_time(done)) / 1e3
 
 
 def _fresh_rows(plan: StepPlan, bounds: list[int]) -> tuple[tuple[int, int], ...]:

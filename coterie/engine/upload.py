@@ -23,14 +23,40 @@ _TYPES: dict[np.dtype[Any], torch.dtype] = {
 }
 
 
-def recorded_event(device: torch.device, timed: bool = False) -> torch.cuda.Event | None:
-    """An event behind all that was enqueued so far; None on a device that computes at once.
-    `timed`: it tells when the device was there."""
+def recorded_event(device: torch.device) -> torch.cuda.Event | None:
+    """An event behind all that was enqueued so far; None on a device that computes at once."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
+
+
+class StepEvents:
+    """Recorded before a step's first kernel, and behind the last that its result needs. Nothing on
+    a device that computes at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.cuda.Event, ...] = ()
+        if device.type == "cuda":
+            self._events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def begin(self) -> StepEvents:
+        if self._events:
+            self._events[0].record()
+        return self
+
+    def end(self) -> None:
+        if self._events:
+            self._events[1].record()
+
+    def seconds(self) -> float | None:
+        """Waits for the end. By the device's clock; None: it has none."""
+        if not self._events:
+            return None
+        began, done = self._events
+        done.synchronize()
+        return float(began.elapsed_time(done)) / 1e3
 
 
 class UploadRing:
