@@ -157,7 +157,8 @@ def _answers(device: str, strategy: str) -> str:
         model.close()
     differ = sum(a != b for a, b in zip(got, want, strict=True))
     assert not differ, f"{differ} of {len(want)} answers differ"
-    assert report["jobs"] > 300 and not report["failures"], str(report)
+    # two of the four layers stay in the buffers of the prompts, and miss nothing
+    assert report["jobs"] > 100 and not report["failures"], str(report)
     rates = f"link {report['link_rate'] / 1e9:.0f}, CPU {report['cpu_rate'] / 1e9:.0f} GB/s"
     return f"{len(want)} answers; {report['jobs']} jobs, {report['part']:.0%} of the bytes, {rates}"
 

@@ -156,6 +156,40 @@ def test_nothing_moves_where_all_are_used_equally_often() -> None:
     assert hits == pytest.approx(0.25, abs=0.03) and moved < 0.01
 
 
+def drawn_rows(draw: np.random.Generator, order: Choices, skew: float, tokens: int) -> Choices:
+    """How often so many tokens use each expert."""
+    scores = draw.gumbel(size=(tokens, *order.shape)) - skew * np.log1p(order)
+    chosen = np.argsort(-scores, axis=2)[..., : GEOMETRY.top_k]
+    rows = np.zeros(order.shape, dtype=np.int64)
+    for layer in range(len(order)):
+        rows[layer] = np.bincount(chosen[:, layer].ravel(), minlength=order.shape[1])
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("tokens", "share"), [(4, 0.0), (24, 0.7), (256, 0.9), (4096, 0.97)])
+@pytest.mark.parametrize("skew", [0.0, 1.0])
+def test_the_first_prompt_tells_what_is_used_most(
+    tokens: int, share: float, skew: float, seed: int
+) -> None:
+    """`share` of the best choice's hits follow. Layers stay whole where all are used equally often,
+    however much the few tokens of a prompt seem to differ."""
+    draw, slots = np.random.default_rng([tokens, seed]), SlotMap(SHARE)
+    placement = InPlacePlacement(context_of(slots))
+    before = placement.whole_layers(SHARE)
+    for key in before:
+        slots.place(key)
+    order = np.stack([draw.permutation(64) for _ in GEOMETRY.layers])
+    placement.step(drawn_rows(draw, order, skew, tokens), "prefill")
+    if not skew:
+        assert set(slots.keys()) == set(before)
+        return
+    later = drawn_rows(draw, order, skew, 512)
+    hits = sum(later[GEOMETRY.layers.index(layer), expert] for layer, expert in list(slots.keys()))
+    best = np.sort(later.reshape(-1))[-SHARE:].sum()
+    assert hits > share * best
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_where_nothing_is_known_layers_are_whole(known: bool) -> None:
     empty = Heatmap(GEOMETRY) if known else None
@@ -190,6 +224,33 @@ def test_a_layer_that_misses_nothing_is_worth_hits() -> None:
         placement.step(rows, "decode")
     layers = Counter(layer for layer, _ in list(slots.keys()))
     assert sum(count == 64 for count in layers.values()) == 2
+
+
+@pytest.mark.parametrize("lead", [0.2, 4.0])
+@pytest.mark.parametrize("other", [0, 1])
+def test_another_leads_if_that_saves_its_uploads(lead: float, other: int) -> None:
+    """`lead`: hits of a token that it has more. 0 moves nothing, and 1 has what is used most."""
+    slots = SlotMap(SHARE)
+    placement = InPlacePlacement(context_of(slots))
+    for key in placement.whole_layers(SHARE):
+        slots.place(key)
+    placement.step(np.ones((8, 64), dtype=np.int64), "prefill")
+    assert placement._shadows is not None and placement._leader == 6
+    watched, nobody = placement._watched, np.zeros((8, 64), dtype=bool)
+    for stays in (False, True):
+        placement._leader, placement._steps, placement._tokens = 6, 100, 80.0
+        placement._net[:] = 100.0
+        placement._net[other] += 80.0 * lead
+        shadow = placement._here[watched]
+        placement._shadows[other] = shadow if stays else shadow[:, ::-1] ^ True
+        placement._elect(nobody)
+        uploads = int((placement._shadows[other] & ~shadow).sum())
+        assert (uploads == 0) == stays
+        pays = 384 * lead > 3 * uploads
+        assert pays == (stays or lead > 1)
+        # what it would hit is no longer there, and it would bring nothing
+        possible = stays or other != 0
+        assert placement._leader == (other if pays and possible else 6)
 
 
 def test_what_is_used_most_is_found_and_kept() -> None:

@@ -214,6 +214,29 @@ def test_what_waits_is_copied_once_a_step_has_decoded() -> None:
     banked.close()
 
 
+def test_behind_a_prompt_a_third_of_its_copies_come_at_once() -> None:
+    """Not while another prompt is copied, which takes them out of its buffers."""
+    banked, tier = _experts("lru", 12)
+    pool = banked.prompt_pool(MANY)
+    assert pool is not None
+    for row in range(5):
+        with pool.layer(row):
+            pass
+    banked.record(pool.experts, _used(KEYS, "prefill"), 0.1)
+    banked.launched(copies=True)
+    banked.move((), most_waited=0)
+    assert not banked._undecided and not tier.keys()
+    banked.launched(copies=False)
+    banked.move((), most_waited=0)
+    assert len(KEYS) == 28 and len(tier.keys()) == 9
+    banked.move((), most_waited=2)
+    assert len(tier.keys()) == 11
+    banked.finish()
+    assert set(tier.keys()) == set(KEYS[-12:])
+    assert not any(_wrong(banked.pool, row) for row in range(5))
+    banked.close()
+
+
 def test_all_copies_are_counted() -> None:
     banked, _ = _experts("hot_cached_static", 7)
     pool = banked.prompt_pool(MANY)

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 _AT_ONCE = 1536
 # waiting experts that are copied at one time, twice behind a step: no token waits long for them
 _WAITED_AT_ONCE = 24
+# but once behind a prompt as many as take this part of the time of its own copies
+_BEHIND_PROMPT = 1 / 3
 
 
 class BankedExperts:
@@ -76,6 +78,8 @@ class BankedExperts:
         # bytes per second from the bank
         self.link_rate = float("inf")
         self._waiting = WaitingLoads(parts.slots, parts.device)
+        # how many of them may be copied at one time once a step without a prompt is launched
+        self._behind_prompt, self._is_copying = 0, False
         # until the bank is full; and until the last step that waited for it is counted
         self._fill: BankFill | None = None
         self._waits: BankFill | None = None
@@ -272,7 +276,8 @@ class BankedExperts:
         if strategy.settled():
             strategy.observe(demands.rows)
         else:
-            self._undecided.append(self._decisions(strategy, demands))
+            copied = 0 if found.copied is None else int(found.copied.sum())
+            self._undecided.append(self._decisions(strategy, demands, copied))
             if self.prompts is None or (demands.phase == "decode" and len(self._undecided) == 1):
                 self.decide()
         made, self._exchanged = self._exchanged, 0
@@ -327,6 +332,7 @@ class BankedExperts:
     def launched(self, copies: bool) -> None:
         """A step was enqueued: decide while it is computed; about a part where it takes less time
         than a step that `copies` experts."""
+        self._is_copying = copies
         self.decide(None if copies else _AT_ONCE)
 
     def decide(self, most: int | None = None) -> None:
@@ -340,8 +346,9 @@ class BankedExperts:
             else:
                 spent += count
 
-    def _decisions(self, strategy: Strategy, demands: StepDemands) -> Iterator[int]:
-        """Decide about a step, at once or layer by layer; yields numbers of experts."""
+    def _decisions(self, strategy: Strategy, demands: StepDemands, copied: int) -> Iterator[int]:
+        """Decide about a step, at once or layer by layer; yields numbers of experts. It has
+        `copied` so many."""
         loads: dict[int, Key] = {}
         superseded: list[tuple[Key, int]] = []
         before = strategy.replaced
@@ -362,6 +369,7 @@ class BankedExperts:
         wanted, lost = self._still_wanted(strategy, loads, superseded)
         if demands.phase == "prefill" and self.prompts is not None and not lost:
             self._waiting.add(wanted)
+            self._behind_prompt = max(self._behind_prompt, int(copied * _BEHIND_PROMPT))
         else:
             self.move(wanted, lost)
 
@@ -383,6 +391,9 @@ class BankedExperts:
         """Copy experts into their slots, beside the next steps, and some of those that waited: a
         step waits for the copies that were begun two steps before."""
         taken = {slot for _, slot in loads}
+        if not self._is_copying:
+            most_waited = max(most_waited, self._behind_prompt)
+            self._behind_prompt = 0
         waiting = self._waiting.take(most_waited)
         waited = [(key, slot) for key, slot in waiting if slot not in taken]
         loads = (*waited, *loads)

@@ -5,7 +5,8 @@ CPU, so it must save more than three. A layer that misses nothing rings no bell 
 nobody, which is worth some hits more. Policies compete, each with a simulated cache over a sample
 of the layers; hits and such layers count for it and uploads against it. Most have memories of
 different length. One moves nothing. One has whole layers: the best there is where all experts are
-used about equally often, and where nothing is known. No measured time takes part.
+used about equally often, and where nothing is known. A prompt may tell enough before the first
+election. No measured time takes part.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _KEEP = 0.5 ** (1.0 / 64.0)
 _AHEAD, _AHEAD_HITS = 0.01, 1.0
 # steps that do not count, because a policy first pays for what it wants; and those without election
 _UNCOUNTED, _UNELECTED = 16, 32
+# tokens in which another leader, by what it leads for each, must save the uploads that it asks for
+_PAID_BACK_TOKENS = 384
 # decoding steps that are decided about at once, at least and at most, and uploads behind them
 _AT_ONCE, _MOST_AT_ONCE, _MOST = 4, 16, 96
 # with fewer uploads for each of these steps next time there are twice as many, with more half as
@@ -76,6 +79,8 @@ class InPlacePlacement:
         self._shadows: Mask | None = None
         self._net: Values = np.zeros(len(_MARGIN))
         self._steps = 0
+        # tokens that are counted in that, older ones less
+        self._tokens = 0.0
         # what decoding steps used that are not counted yet
         self._uncounted: list[Mask] = []
         self._at_once = _AT_ONCE
@@ -108,6 +113,8 @@ class InPlacePlacement:
         self._count(np.array(steps))
         self._elect(np.any(steps, axis=0))
         if phase != "decode":
+            if self._steps < _UNELECTED and self._leader == _WHOLE_LAYERS:
+                self._learn()
             return self._move(rows.size)
         loads = self._move(_MOST)
         if len(loads) < _FEW * len(steps) and self._steps >= self._learnt:
@@ -139,6 +146,7 @@ class InPlacePlacement:
         left = _KEEP ** np.arange(len(steps) - 1, -1, -1)
         self._net *= _KEEP ** len(steps)
         self._net += (hits.sum(axis=0) + self._layer_hits * whole) @ left
+        self._tokens = self._tokens * _KEEP ** len(steps) + float(left.sum())
         self._steps += len(steps)
 
     def whole_layers(self, count: int) -> list[Key]:
@@ -182,12 +190,37 @@ class InPlacePlacement:
             members[more[1]] = False
             self._net[policy] -= _UPLOAD_HITS * len(more[0])
         if self._steps <= _UNCOUNTED:
-            self._net[:] = 0.0
+            self._net[:] = self._tokens = 0.0
         if self._steps < _UNELECTED:
             return
-        best, led = int(np.argmax(self._net)), float(self._net[self._leader])
-        if self._net[best] > led + abs(led) * _AHEAD + _AHEAD_HITS:
+        # to move nothing gives its hits only where everything is still as it was
+        missing = (self._shadows & ~self._here[self._watched]).sum(axis=(1, 2))
+        nets = np.where(np.isfinite(_MARGIN) | (missing == 0), self._net, -np.inf)
+        best, led = int(np.argmax(nets)), float(self._net[self._leader])
+        lead = float(nets[best]) - led
+        if lead <= abs(led) * _AHEAD + _AHEAD_HITS:
+            return
+        # policies that take turns would move all slots each time
+        if lead / self._tokens * _PAID_BACK_TOKENS > _UPLOAD_HITS * int(missing[best]):
             self._leader = best
+
+    def _learn(self) -> None:
+        """Whole layers give way at once to the experts that prompts used most, if those would be
+        hit so much more often that their uploads are soon saved."""
+        values, here = self._scores[_FREQUENCY], self._here[self._present]
+        uses = values[self._present]
+        mean, spread = float(uses.mean()), float(uses.var())
+        tokens = float(values[0].sum()) / self._geometry.top_k
+        if tokens < 1 or spread <= mean:
+            return
+        slots = min(self._slots.num_slots, len(uses))
+        most_used = np.argpartition(-uses, slots - 1)[:slots]
+        # equally likely experts differ too, by chance, and what is by chance does not come again
+        lead = (1.0 - mean / spread) * float((uses[most_used] - mean).sum()) / tokens
+        lead -= self._layer_hits * (slots // self._geometry.num_experts)
+        uploads = int((~here[most_used]).sum())
+        if lead * _PAID_BACK_TOKENS > _UPLOAD_HITS * uploads:
+            self._leader = _FREQUENCY
 
     def _move(self, most: int) -> list[tuple[Key, int]]:
         margin = float(_MARGIN[self._leader])
