@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from benchmarks.moe.bank_replay import Choices, belady_rate
@@ -156,7 +157,9 @@ def test_nothing_moves_where_all_are_used_equally_often() -> None:
     assert hits == pytest.approx(0.25, abs=0.03) and moved < 0.01
 
 
-def drawn_rows(draw: np.random.Generator, order: Choices, skew: float, tokens: int) -> Choices:
+def drawn_rows(
+    draw: np.random.Generator, order: npt.NDArray[np.int64], skew: float, tokens: int
+) -> npt.NDArray[np.int64]:
     """How often so many tokens use each expert."""
     scores = draw.gumbel(size=(tokens, *order.shape)) - skew * np.log1p(order)
     chosen = np.argsort(-scores, axis=2)[..., : GEOMETRY.top_k]
