@@ -170,7 +170,7 @@ def drawn_rows(
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("tokens", "share"), [(4, 0.0), (24, 0.7), (256, 0.9), (4096, 0.97)])
+@pytest.mark.parametrize(("tokens", "share"), [(4, 0.0), (24, 0.0), (256, 0.9), (4096, 0.97)])
 @pytest.mark.parametrize("skew", [0.0, 1.0])
 def test_the_first_prompt_tells_what_is_used_most(
     tokens: int, share: float, skew: float, seed: int
@@ -246,7 +246,7 @@ def test_another_leads_if_that_saves_its_uploads(lead: float, other: int) -> Non
         placement._net[other] += 80.0 * lead
         shadow = placement._here[watched]
         placement._shadows[other] = shadow if stays else shadow[:, ::-1] ^ True
-        placement._elect(nobody)
+        placement._elect(nobody, "decode")
         uploads = int((placement._shadows[other] & ~shadow).sum())
         assert (uploads == 0) == stays
         pays = 384 * lead > 3 * uploads
@@ -254,6 +254,38 @@ def test_another_leads_if_that_saves_its_uploads(lead: float, other: int) -> Non
         # what it would hit is no longer there, and it would bring nothing
         possible = stays or other != 0
         assert placement._leader == (other if pays and possible else 6)
+
+
+def test_what_a_prompt_asks_for_once_is_no_lead() -> None:
+    """Whole layers would be hit less often, and lead only because nobody charges them."""
+    slots = SlotMap(SHARE)
+    placement = InPlacePlacement(context_of(slots))
+    for key in placement.whole_layers(SHARE):
+        slots.place(key)
+    placement.step(np.ones((8, 64), dtype=np.int64), "prefill")
+    assert placement._shadows is not None
+    placement._leader, placement._steps, placement._tokens = 1, 40, 20.0
+    placement._shadows[6] = ~placement._here[placement._watched]
+    placement._net[:] = 0.0
+    placement._net[6] = 100.0
+    for uploads, leader in ((60.0, 1), (0.0, 6)):
+        placement._prompt_uploads[:] = 0.0
+        placement._prompt_uploads[1] = uploads
+        placement._elect(np.zeros((8, 64), dtype=bool), "decode")
+        assert placement._leader == leader
+
+
+@pytest.mark.parametrize("alike", [1, 8])
+def test_tokens_that_are_alike_say_the_same_together(alike: int) -> None:
+    """Routing is uniform; a prompt of 2,048 tokens has each of them so many times."""
+    draw, slots = np.random.default_rng(alike), SlotMap(SHARE)
+    placement = InPlacePlacement(context_of(slots))
+    before = placement.whole_layers(SHARE)
+    for key in before:
+        slots.place(key)
+    rows = drawn_rows(draw, np.zeros((8, 64), dtype=np.int64), 0.0, 2048 // alike) * alike
+    placement.step(rows, "prefill")
+    assert set(slots.keys()) == set(before)
 
 
 def test_what_is_used_most_is_found_and_kept() -> None:

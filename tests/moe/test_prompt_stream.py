@@ -214,23 +214,28 @@ def test_what_waits_is_copied_once_a_step_has_decoded() -> None:
     banked.close()
 
 
-def test_behind_a_prompt_a_third_of_its_copies_come_at_once() -> None:
-    """Not while another prompt is copied, which takes them out of its buffers."""
-    banked, tier = _experts("lru", 12)
+@pytest.mark.parametrize(("text", "at_once"), [("adaptive", 5), ("lru", 0)])
+def test_behind_a_prompt_a_third_of_its_copies_come_at_once(text: str, at_once: int) -> None:
+    """Not while another prompt is copied, which takes them out of its buffers; and not what is only
+    wanted because the last layers used it last."""
+    banked, tier = _experts(text, 12)
+    before = set(tier.keys())
     pool = banked.prompt_pool(MANY)
-    assert pool is not None
+    assert pool is not None and pool.experts.copied is not None
+    if at_once:
+        assert int(pool.experts.copied.sum()) // 3 == at_once
     for row in range(5):
         with pool.layer(row):
             pass
-    banked.record(pool.experts, _used(KEYS, "prefill"), 0.1)
+    rows = _used(KEYS[-12:], "prefill").rows * 1000
+    banked.record(pool.experts, StepDemands(rows, None, "prefill"), 0.1)
     banked.launched(copies=True)
     banked.move((), most_waited=0)
-    assert not banked._undecided and not tier.keys()
+    assert not banked._undecided and set(tier.keys()) == before
     banked.launched(copies=False)
-    banked.move((), most_waited=0)
-    assert len(KEYS) == 28 and len(tier.keys()) == 9
-    banked.move((), most_waited=2)
-    assert len(tier.keys()) == 11
+    for most, more in ((0, at_once), (2, at_once + 2)):
+        banked.move((), most_waited=most)
+        assert len(set(tier.keys()) - before) == more
     banked.finish()
     assert set(tier.keys()) == set(KEYS[-12:])
     assert not any(_wrong(banked.pool, row) for row in range(5))

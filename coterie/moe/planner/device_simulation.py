@@ -87,6 +87,8 @@ class DeviceSimulation:
         # [layers, experts]: what steps find in slots; and what was decided since, by step
         self._found = self._in_slots()
         self._decided = [self._found]
+        # experts that are copied once a step has decoded, since the last prompt
+        self._waiting = 0
         # the last layers of a prompt stay in its buffers; of fewer layers, a part of them
         self._near = np.zeros(shape, dtype=bool)
 
@@ -105,8 +107,8 @@ class DeviceSimulation:
             if step.phase == "prefill":
                 self._prompt(rows, tokens, outcome)
                 if not self._placed_rows:
-                    self._decide(strategy, chunk, rows, step.phase)
-                    # a prompt brings what it copies to slots too, beside the layers that follow
+                    # if another prompt follows, that takes it out of its own copies
+                    self._waiting = self._decide(strategy, chunk, rows, step.phase)
                     self._decided = [self._in_slots()]
             elif self._placed_rows:
                 self._decoded_in_slots(chunk, rows, tokens, outcome)
@@ -137,7 +139,8 @@ class DeviceSimulation:
         path, used = self.setup.path, rows > 0
         missing = (used & ~(self._found | self._near)).sum(axis=1)
         count, asked = int(missing.sum()), int(used.sum())
-        copied = self._decide(strategy, chunk, rows, "decode")
+        copied = self._decide(strategy, chunk, rows, "decode") + self._waiting
+        self._waiting = 0
         for each in self._both:
             copied += len(each.update())
         self._decided.append(self._in_slots())

@@ -65,7 +65,7 @@ class BankUploads:
                 tier.vacate(slot, evicted=True)
         self._take(loads)
         table.send()
-        self._batches.append(_Batch(self._number, loads, self._copy((*superseded, *loads))))
+        self._batches.append(_Batch(self._number, loads, self._copy(superseded, loads)))
 
     @property
     def is_busy(self) -> bool:
@@ -122,15 +122,20 @@ class BankUploads:
         self._table.to_slot(key, slot)
         self._tier.filled(key, slot, self._tier.record(key, slot))
 
-    def _copy(self, loads: Loads) -> torch.cuda.Event | None:
+    def _copy(self, superseded: Loads, loads: Loads) -> torch.cuda.Event | None:
+        # a prompt that overwrites what is near waits for no more than that
+        near = [self.near(key) is not None for key, _ in loads]
+        first = (*superseded, *(load for load, is_near in zip(loads, near, strict=True) if is_near))
+        others = [load for load, is_near in zip(loads, near, strict=True) if not is_near]
         if self._stream is None:
-            self._copy_records(loads)
+            self._copy_records((*first, *others))
             return None
         steps = torch.cuda.current_stream(self._tier.device).record_event()
         self._stream.wait_event(steps)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            if self._copy_records(loads):
+            if self._copy_records(first):
                 self.near_read = self._stream.record_event()
+            self._copy_records(others)
             done: torch.cuda.Event = self._stream.record_event()
             return done
 

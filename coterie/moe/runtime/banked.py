@@ -369,7 +369,9 @@ class BankedExperts:
         wanted, lost = self._still_wanted(strategy, loads, superseded)
         if demands.phase == "prefill" and self.prompts is not None and not lost:
             self._waiting.add(wanted)
-            self._behind_prompt = max(self._behind_prompt, int(copied * _BEHIND_PROMPT))
+            if whole is not None:
+                # others want what the prompt's last layers used, and decoding wants something else
+                self._behind_prompt = max(self._behind_prompt, int(copied * _BEHIND_PROMPT))
         else:
             self.move(wanted, lost)
 

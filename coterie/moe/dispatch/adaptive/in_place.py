@@ -40,6 +40,8 @@ _AHEAD, _AHEAD_HITS = 0.01, 1.0
 _UNCOUNTED, _UNELECTED = 16, 32
 # tokens in which another leader, by what it leads for each, must save the uploads that it asks for
 _PAID_BACK_TOKENS = 384
+# tokens of a prompt that may be alike, and say the same together
+_ALIKE = 8
 # decoding steps that are decided about at once, at least and at most, and uploads behind them
 _AT_ONCE, _MOST_AT_ONCE, _MOST = 4, 16, 96
 # with fewer uploads for each of these steps next time there are twice as many, with more half as
@@ -79,7 +81,8 @@ class InPlacePlacement:
         self._shadows: Mask | None = None
         self._net: Values = np.zeros(len(_MARGIN))
         self._steps = 0
-        # tokens that are counted in that, older ones less
+        # uploads behind prompts that are in that, and tokens; older ones count less
+        self._prompt_uploads: Values = np.zeros(len(_MARGIN))
         self._tokens = 0.0
         # what decoding steps used that are not counted yet
         self._uncounted: list[Mask] = []
@@ -111,7 +114,7 @@ class InPlacePlacement:
             self._record(rows)
             steps.append(used)
         self._count(np.array(steps))
-        self._elect(np.any(steps, axis=0))
+        self._elect(np.any(steps, axis=0), phase)
         if phase != "decode":
             if self._steps < _UNELECTED and self._leader == _WHOLE_LAYERS:
                 self._learn()
@@ -145,6 +148,7 @@ class InPlacePlacement:
         whole = (hits == asked.sum(axis=1)[:, None]).sum(axis=0)
         left = _KEEP ** np.arange(len(steps) - 1, -1, -1)
         self._net *= _KEEP ** len(steps)
+        self._prompt_uploads *= _KEEP ** len(steps)
         self._net += (hits.sum(axis=0) + self._layer_hits * whole) @ left
         self._tokens = self._tokens * _KEEP ** len(steps) + float(left.sum())
         self._steps += len(steps)
@@ -172,7 +176,7 @@ class InPlacePlacement:
         weights = self._counts * weights[:, None, None]
         self._scores = self._scores * decay[:, None, None] + weights * rows
 
-    def _elect(self, used: Mask) -> None:
+    def _elect(self, used: Mask, phase: str) -> None:
         """Exchange in the simulated caches what these experts replace, then see who leads."""
         assert self._shadows is not None
         asked = used[self._watched].reshape(-1)
@@ -189,19 +193,23 @@ class InPlacePlacement:
             members[more[0]] = True
             members[more[1]] = False
             self._net[policy] -= _UPLOAD_HITS * len(more[0])
+            self._prompt_uploads[policy] += len(more[0]) if phase != "decode" else 0
         if self._steps <= _UNCOUNTED:
-            self._net[:] = self._tokens = 0.0
+            self._net[:] = self._prompt_uploads[:] = self._tokens = 0.0
         if self._steps < _UNELECTED:
             return
         # to move nothing gives its hits only where everything is still as it was
         missing = (self._shadows & ~self._here[self._watched]).sum(axis=(1, 2))
-        nets = np.where(np.isfinite(_MARGIN) | (missing == 0), self._net, -np.inf)
-        best, led = int(np.argmax(nets)), float(self._net[self._leader])
+        nets = np.where(np.isfinite(_MARGIN) | (missing == 0), self._net, 0.0)
+        best, led = int(np.argmax(nets)), float(nets[self._leader])
         lead = float(nets[best]) - led
         if lead <= abs(led) * _AHEAD + _AHEAD_HITS:
             return
-        # policies that take turns would move all slots each time
-        if lead / self._tokens * _PAID_BACK_TOKENS > _UPLOAD_HITS * int(missing[best]):
+        # Policies that take turns would move all slots each time. What prompts ask for comes once,
+        # and tells nothing about the tokens to come.
+        once = self._prompt_uploads[best] - self._prompt_uploads[self._leader]
+        lead = (lead + _UPLOAD_HITS * float(once)) / self._tokens
+        if lead * _PAID_BACK_TOKENS > _UPLOAD_HITS * int(missing[best]):
             self._leader = best
 
     def _learn(self) -> None:
@@ -209,15 +217,15 @@ class InPlacePlacement:
         hit so much more often that their uploads are soon saved."""
         values, here = self._scores[_FREQUENCY], self._here[self._present]
         uses = values[self._present]
-        mean, spread = float(uses.mean()), float(uses.var())
-        tokens = float(values[0].sum()) / self._geometry.top_k
-        if tokens < 1 or spread <= mean:
+        # equally likely experts differ too, by chance, and what is by chance does not come again
+        chance, spread = _ALIKE * float(uses.mean()), float(uses.var())
+        tokens = float(uses.sum()) / (len(values) * self._geometry.top_k)
+        if tokens < 1 or spread <= chance:
             return
         slots = min(self._slots.num_slots, len(uses))
         most_used = np.argpartition(-uses, slots - 1)[:slots]
-        # equally likely experts differ too, by chance, and what is by chance does not come again
-        lead = (1.0 - mean / spread) * float((uses[most_used] - mean).sum()) / tokens
-        lead -= self._layer_hits * (slots // self._geometry.num_experts)
+        lead = (1.0 - chance / spread) * float((uses[most_used] - uses.mean()).sum()) / tokens
+        lead -= self._layer_hits * int((self._here | ~self._present).all(axis=1).sum())
         uploads = int((~here[most_used]).sum())
         if lead * _PAID_BACK_TOKENS > _UPLOAD_HITS * uploads:
             self._leader = _FREQUENCY
