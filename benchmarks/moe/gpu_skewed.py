@@ -444,6 +444,8 @@ def main() -> int:
         print(f"# {routing}: {time.perf_counter() - begin:.0f} s in all", file=sys.stderr)
     if options.json is not None:
         facts = {key: value for key, value in vars(options).items() if key != "json"}
+        # not where this checkout is
+        facts["routing"] = options.routing.replace(f"{CARVED.parent}/", "")
         options.json.write_text(json.dumps({"options": facts, "rows": rows}, indent=1))
     return int(any(_is_behind(row) for row in rows))
 
