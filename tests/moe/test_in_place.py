@@ -254,6 +254,10 @@ def test_another_leads_if_that_saves_its_uploads(lead: float, other: int) -> Non
         # what it would hit is no longer there, and it would bring nothing
         possible = stays or other != 0
         assert placement._leader == (other if pays and possible else 6)
+        # nor where all others lose
+        placement._leader, placement._net[:] = 6, np.arange(7) - 1000.0
+        placement._elect(nobody, "decode")
+        assert placement._leader == 6
 
 
 def test_what_a_prompt_asks_for_once_is_no_lead() -> None:

@@ -124,11 +124,10 @@ class BankUploads:
 
     def _copy(self, superseded: Loads, loads: Loads) -> torch.cuda.Event | None:
         # a prompt that overwrites what is near waits for no more than that
-        near = [self.near(key) is not None for key, _ in loads]
-        first = (*superseded, *(load for load, is_near in zip(loads, near, strict=True) if is_near))
-        others = [load for load, is_near in zip(loads, near, strict=True) if not is_near]
+        first = [*superseded, *(load for load in loads if self.near(load[0]) is not None)]
+        others = [load for load in loads if self.near(load[0]) is None]
         if self._stream is None:
-            self._copy_records((*first, *others))
+            self._copy_records([*first, *others])
             return None
         steps = torch.cuda.current_stream(self._tier.device).record_event()
         self._stream.wait_event(steps)

@@ -200,9 +200,10 @@ class InPlacePlacement:
             return
         # to move nothing gives its hits only where everything is still as it was
         missing = (self._shadows & ~self._here[self._watched]).sum(axis=(1, 2))
-        nets = np.where(np.isfinite(_MARGIN) | (missing == 0), self._net, 0.0)
-        best, led = int(np.argmax(nets)), float(nets[self._leader])
-        lead = float(nets[best]) - led
+        possible = np.isfinite(_MARGIN) | (missing == 0)
+        best = int(np.argmax(np.where(possible, self._net, -np.inf)))
+        led = float(self._net[self._leader]) if possible[self._leader] else 0.0
+        lead = float(self._net[best]) - led
         if lead <= abs(led) * _AHEAD + _AHEAD_HITS:
             return
         # Policies that take turns would move all slots each time. What prompts ask for comes once,
