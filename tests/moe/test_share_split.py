@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from benchmarks.moe.gpu_split import WAYS, hold
 from coterie.core.errors import Unavailable
 from coterie.kernels.cpu.build import find_compiler, native
 from coterie.kernels.device_record import DeviceRecord
@@ -81,6 +82,25 @@ def test_rates_are_measured_and_then_follow_the_steps(share: CpuShare) -> None:
     sums.add_(torch.tensor([1000, 1000 * 13_000, 0, 10**9]))
     share.follow()
     assert share.rates.link == pytest.approx((followed + 52e9) / 2, rel=1e-3)
+
+
+def test_the_benchmark_gives_everything_to_one_and_then_the_choice_back(
+    share: CpuShare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_share, "_LEAST_GAIN_S", 0.0)
+    share.start(1e6)
+    own: dict[str, list[torch.Tensor]] = {}
+    channels = torch.arange(len(share.state.table)) * 32
+    for way in (*WAYS, WAYS[0]):
+        hold(share, way)
+        # a step that compiled
+        share._bell.sums.add_(torch.tensor([1000, 10**12, 0, 10]))
+        share.follow()
+        own.setdefault(way, []).append(share.state.table.clone())
+    assert not own["link"][0].any() and torch.equal(own["CPU"][0], channels.int())
+    for table in own["split"]:
+        assert table.any() and (table <= channels).all()
+    assert share.rates.link < share.measured.link, "the last way follows the steps"
 
 
 def test_a_late_cpu_gets_less_and_is_tried_again(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Mask = npt.NDArray[np.bool_]
 Values = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
 
 # visits of its layer after which a use counts half; uses by which an expert must lead the one that
 # it replaces; tokens as which the whole heatmap counts
@@ -38,12 +39,14 @@ _KEEP = 0.5 ** (1.0 / 64.0)
 _AHEAD, _AHEAD_HITS = 0.01, 1.0
 # steps that do not count, because a policy first pays for what it wants; and those without election
 _UNCOUNTED, _UNELECTED = 16, 32
-# tokens in which another leader, by what it leads for each, must save the uploads that it asks for
-_PAID_BACK_TOKENS = 384
+# tokens in which another leader, by what it leads for each, must save the uploads that it asks for;
+# and if it would replace whole layers, which counted nothing, or the other way round
+_PAID_BACK_TOKENS, _PAID_BACK_WHOLE = 128, 768
 # tokens of a prompt that may be alike, and say the same together
 _ALIKE = 8
-# decoding steps that are decided about at once, at least and at most, and uploads behind them
-_AT_ONCE, _MOST_AT_ONCE, _MOST = 4, 16, 96
+# decoding steps that are decided about at once, at least and at most; and uploads behind them, for
+# each layer: a step that is half as long waits for half as many
+_AT_ONCE, _MOST_AT_ONCE, _MOST = 4, 16, 2
 # with fewer uploads for each of these steps next time there are twice as many, with more half as
 # many; where nothing was known at start, not more before so many steps
 _FEW, _MANY, _LEARNT = 0.25, 1.0, 192
@@ -119,7 +122,7 @@ class InPlacePlacement:
             if self._steps < _UNELECTED and self._leader == _WHOLE_LAYERS:
                 self._learn()
             return self._move(rows.size)
-        loads = self._move(_MOST)
+        loads = self._move(_MOST * len(rows))
         if len(loads) < _FEW * len(steps) and self._steps >= self._learnt:
             self._at_once = min(2 * self._at_once, _MOST_AT_ONCE)
         elif len(loads) > _MANY * len(steps):
@@ -130,12 +133,10 @@ class InPlacePlacement:
         """Uses of decoding steps [steps, layers, experts]: each counts what is left of it behind
         the last one."""
         left = self._decay[:, None] ** np.arange(len(steps) - 1, -1, -1)
-        step, used = np.nonzero(steps.reshape(len(steps), -1))
+        # a product of matrices would wake the threads of BLAS, which take the CPU from others
+        added = np.einsum("ps,sle->ple", left, steps.astype(np.float64))
         self._scores *= (self._decay ** len(steps))[:, None, None]
-        for policy in np.flatnonzero(self._counts):
-            # a product of matrices would wake the threads of BLAS, which take the CPU from others
-            added = np.bincount(used, left[policy][step], self._present.size)
-            self._scores[policy] += added.reshape(self._present.shape)
+        self._scores += self._counts * added
 
     def _count(self, steps: Mask) -> None:
         """Hits of the simulated caches, and their layers that miss nothing."""
@@ -182,16 +183,17 @@ class InPlacePlacement:
         asked = used[self._watched].reshape(-1)
         shadows = self._shadows.reshape(len(_MARGIN), -1)
         scores = self._scores[:, self._watched].reshape(shadows.shape)
-        # few have something to exchange
         room = self._shadow_slots - shadows.sum(axis=1)
-        lowest = np.where(shadows, scores, np.inf).min(axis=1)
-        coming = asked & ~shadows & (scores > (lowest + _MARGIN)[:, None])
-        for policy in np.flatnonzero((coming.any(axis=1) | (room > 0)) & np.isfinite(_MARGIN)):
-            members, values, free = shadows[policy], scores[policy], int(room[policy])
+        held = np.where(shadows, scores, np.inf)
+        bars = np.where(room > 0, 0.0, held.min(axis=1) + _MARGIN)
+        coming = asked & ~shadows & (scores > bars[:, None])
+        # few have something to exchange
+        for policy in np.flatnonzero(coming.any(axis=1) & np.isfinite(_MARGIN)):
+            wanted, free = np.flatnonzero(coming[policy]), int(room[policy])
             margin = float(_MARGIN[policy])
-            more = exchange(values, members, asked & ~members, members, margin, free, asked.size)
-            members[more[0]] = True
-            members[more[1]] = False
+            more = exchange(scores[policy], held[policy], wanted, margin, free, asked.size)
+            shadows[policy, more[0]] = True
+            shadows[policy, more[1]] = False
             self._net[policy] -= _UPLOAD_HITS * len(more[0])
             self._prompt_uploads[policy] += len(more[0]) if phase != "decode" else 0
         if self._steps <= _UNCOUNTED:
@@ -210,7 +212,9 @@ class InPlacePlacement:
         # and tells nothing about the tokens to come.
         once = self._prompt_uploads[best] - self._prompt_uploads[self._leader]
         lead = (lead + _UPLOAD_HITS * float(once)) / self._tokens
-        if lead * _PAID_BACK_TOKENS > _UPLOAD_HITS * int(missing[best]):
+        whole = _WHOLE_LAYERS in (best, self._leader)
+        tokens = _PAID_BACK_WHOLE if whole else _PAID_BACK_TOKENS
+        if lead * tokens > _UPLOAD_HITS * int(missing[best]):
             self._leader = best
 
     def _learn(self) -> None:
@@ -228,7 +232,7 @@ class InPlacePlacement:
         lead = (1.0 - chance / spread) * float((uses[most_used] - uses.mean()).sum()) / tokens
         lead -= self._layer_hits * int((self._here | ~self._present).all(axis=1).sum())
         uploads = int((~here[most_used]).sum())
-        if lead * _PAID_BACK_TOKENS > _UPLOAD_HITS * uploads:
+        if lead * _PAID_BACK_WHOLE > _UPLOAD_HITS * uploads:
             self._leader = _FREQUENCY
 
     def _move(self, most: int) -> list[tuple[Key, int]]:
@@ -236,10 +240,12 @@ class InPlacePlacement:
         if margin == np.inf:
             return []
         slots, shape = self._slots, self._here.shape
-        here, wanted = self._here.reshape(-1), (self._present & ~self._here).reshape(-1)
-        values = self._scores[self._leader].reshape(-1)
-        movable = self._movable.reshape(-1)
-        taken, lost = exchange(values, here, wanted, movable, margin, slots.free(), most)
+        here, movable = self._here.reshape(-1), self._movable.reshape(-1)
+        values, free = self._scores[self._leader].reshape(-1), slots.free()
+        held = np.where(movable, values, np.inf)
+        bar = 0.0 if free > 0 else float(held.min()) + margin
+        wanted = np.flatnonzero(self._present.reshape(-1) & ~here & (values > bar))
+        taken, lost = exchange(values, held, wanted, margin, free, most)
         for number in lost.tolist():
             slots.evict(self._key(number, shape[1]))
         keys = [self._key(number, shape[1]) for number in taken.tolist()]
@@ -273,22 +279,18 @@ def far_apart(count: int) -> list[int]:
 
 
 def exchange(
-    values: Values, members: Mask, wanted: Mask, movable: Mask, margin: float, free: int, most: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    values: Values, held: Values, wanted: Numbers, margin: float, free: int, most: int
+) -> tuple[Numbers, Numbers]:
     """The numbers of those that come and of those that go, at most `most`: the highest of `wanted`
-    fill `free` places (if they have a value at all), then replace the lowest `movable` members that
-    they lead by `margin`."""
-    lowest = np.flatnonzero(members & movable)
-    bar = float(values[lowest].min()) + margin if len(lowest) else np.inf
-    coming = np.flatnonzero(wanted & (values > (0.0 if free > 0 else bar)))
-    coming = coming[np.argsort(-values[coming], kind="stable")][:most]
+    fill `free` places, then replace the lowest that they lead by `margin`. `held`: values of
+    members that may go, and infinity."""
+    coming = wanted[np.argsort(-values[wanted], kind="stable")][:most]
     filling, coming = coming[: max(0, free)], coming[max(0, free) :]
-    count = min(len(coming), len(lowest))
-    if not count:
-        return filling, lowest[:0]
-    if count < len(lowest):
-        lowest = lowest[np.argpartition(values[lowest], count - 1)[:count]]
-    lowest = lowest[np.argsort(values[lowest], kind="stable")]
-    coming = coming[:count]
-    leads = values[coming] > values[lowest] + margin
+    if not len(coming):
+        return filling, coming
+    # few are that low
+    lowest = np.flatnonzero(held + margin < values[coming[0]])
+    lowest = lowest[np.argsort(held[lowest], kind="stable")][: len(coming)]
+    coming = coming[: len(lowest)]
+    leads = values[coming] > held[lowest] + margin
     return np.concatenate((filling, coming[leads])), lowest[leads]
