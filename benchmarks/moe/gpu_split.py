@@ -34,7 +34,7 @@ ALL = 1e15
 ALONE = {"link": ShareRates(ALL, 1.0), "CPU": ShareRates(1.0, ALL)}
 WAYS = ("split", *ALONE)
 # steps of a turn that do not count, and those that do; turns of each way
-SETTLE, COUNTED, TURNS = 24, 72, 5
+SETTLE, COUNTED, TURNS = 16, 48, 5
 
 
 def hold(share: CpuShare, way: str) -> None:
@@ -120,8 +120,8 @@ def main() -> int:
         told = " ".join(f"{ratio:.2f}" for ratio in by_turn)
         figures = f"{split:8.2f}  {link:8.2f}  {cpu:8.2f}   {row['of_better']:14.2f}"
         print(f"{name:18} {figures}   {told}", flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        if options.json is not None:
+            options.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     return int(slower)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +17,7 @@ from coterie.moe.dispatch.adaptive.adaptive import Adaptive
 from coterie.moe.dispatch.adaptive.in_place import InPlacePlacement, exchange, far_apart
 from coterie.moe.dispatch.base import Demand, StrategyContext
 from coterie.moe.dispatch.hot_cached_static import spread_evenly
-from coterie.moe.planner.device_path import DevicePath, path_from_json
+from coterie.moe.planner.device_path import path_from_json
 from coterie.moe.planner.device_simulation import DeviceSetup, DeviceSimulation
 from coterie.moe.planner.machine import PhaseForecast
 from coterie.moe.planner.workload import Workload
@@ -29,7 +27,6 @@ from coterie.moe.runtime.trace import LayerVisit, TraceStep
 from coterie.moe.store.base import ExpertGeometry
 from tests.helpers.moe.slot_simulator import COSTS
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 GEOMETRY = ExpertGeometry(tuple(range(1, 9)), 64, 4)
 SHARE = GEOMETRY.total // 4
 
@@ -325,17 +322,32 @@ def test_pins_of_another_strategy_stay() -> None:
     assert len(moved) == SHARE - 50 and all(key in slots for key in keys[:50])
 
 
+# int4 experts on an H200 with 16 cores, as `planner_check --gpu` measured them on one of them
+MEASURED = {
+    "kind": "int4",
+    "record_bytes": 2949120,
+    "copy_bytes_s": 55450000000.0,
+    "read_bytes_s": 34850000000.0,
+    "cpu_bytes_s": 86880000000.0,
+    "decode_layer": {"rows": [1, 8], "seconds": [3.717e-05, 0.000104]},
+    "prompt_layer": {
+        "rows": [128, 512, 2048, 8192],
+        "seconds": [0.0002557, 0.000487, 0.001074, 0.003073],
+    },
+    "rest_s": 0.0001432,
+    "missing": {
+        "rows": [1, 4.062, 8, 25.27, 51.45],
+        "seconds": [3.318e-05, 9.637e-05, 0.0001776, 0.0005731, 0.001377],
+    },
+}
+PATH = path_from_json(MEASURED)
+
+
 def zipf_choices(layers: int, steps: int, seed: int) -> Choices:
     """Top-8 of 128 experts by Zipf's law; every layer has its own order."""
     order = np.stack([np.random.default_rng([5, at]).permutation(128) for at in range(layers)])
     drawn = np.random.default_rng(seed).gumbel(size=(steps, layers, 128)) - np.log1p(order)
     return np.argsort(-drawn, axis=2)[..., :8]
-
-
-def measured_path() -> DevicePath:
-    """int4 experts on an H200."""
-    found = json.loads((RESULTS / "planner_check_h200.json").read_text())
-    return path_from_json(found["device_paths"]["int4"])
 
 
 def decoded(
@@ -350,7 +362,7 @@ def decoded(
         )
         for ids in chosen
     ]
-    setup = DeviceSetup(heat.geometry, measured_path(), slots, COSTS, 4.3e12, 1e8)
+    setup = DeviceSetup(heat.geometry, PATH, slots, COSTS, 4.3e12, 1e8)
     simulation = DeviceSimulation(text, setup, Workload(heat.geometry, (), 0, "", heat))
     first, counted = PhaseForecast(), PhaseForecast()
     for number, visits in enumerate(steps):
