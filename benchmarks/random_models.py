@@ -208,6 +208,11 @@ def drawn_as(name: str, config: dict[str, Any]) -> tuple[float, float]:
     return 0.0, STD
 
 
+def weight_bytes(config: dict[str, Any]) -> int:
+    """Of all but the experts, in bf16."""
+    return 2 * sum(map(math.prod, tensor_shapes(config).values()))
+
+
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """All tensors of a Llama, Qwen3, Qwen3-MoE or DeepSeek-V2, except experts."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]

@@ -23,7 +23,6 @@ step. prefix: the second half of a prompt, in a step of its own over the first.
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -60,8 +59,8 @@ from benchmarks.random_models import (
     make_model,
     make_peer,
     make_prompts,
-    tensor_shapes,
     tiny,
+    weight_bytes,
 )
 from coterie.core.moe import PREDICTIONS
 from coterie.core.request import Sampling
@@ -320,7 +319,7 @@ def main() -> int:
         dtype, experts = KINDS[name if beyond is None else beyond.kind]
         dispatch = None
         if beyond is not None:
-            weights = 2 * sum(map(math.prod, tensor_shapes(config).values()))
+            weights = weight_bytes(config)
             dispatch = beyond.settings(options.strategy, weights, options.predict)
         return make_model(
             config, sizes.device, dtype=dtype, experts=experts, dispatch=dispatch,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
@@ -23,7 +22,7 @@ import torch
 
 from benchmarks.gpu_runs import SAMPLED, Streams, free_memory, make_engine, tokenizer_of
 from benchmarks.moe.gpu_beyond import BeyondModel
-from benchmarks.random_models import SHAPES, make_model, make_prompts, tensor_shapes
+from benchmarks.random_models import SHAPES, make_model, make_prompts, weight_bytes
 from coterie.moe.runtime.cpu_share import CpuShare, ShareRates
 from coterie.moe.runtime.runtime import ExpertRuntime
 
@@ -52,10 +51,9 @@ def measure(name: str) -> dict[str, Any]:
     """Milliseconds of a step in each turn, by way."""
     beyond, config = BeyondModel.parse(name), SHAPES[SHAPE]
     assert beyond is not None, name
-    weights = 2 * sum(map(math.prod, tensor_shapes(config).values()))
     model = make_model(
         config, "cuda", dtype="bf16", experts=beyond.kind,
-        dispatch=beyond.settings("adaptive", weights),
+        dispatch=beyond.settings("adaptive", weight_bytes(config)),
     )  # fmt: skip
     try:
         runtime = cast(ExpertRuntime, model.experts)

@@ -195,7 +195,8 @@ class InPlacePlacement:
             shadows[policy, more[0]] = True
             shadows[policy, more[1]] = False
             self._net[policy] -= _UPLOAD_HITS * len(more[0])
-            self._prompt_uploads[policy] += len(more[0]) if phase != "decode" else 0
+            if phase != "decode":
+                self._prompt_uploads[policy] += len(more[0])
         if self._steps <= _UNCOUNTED:
             self._net[:] = self._prompt_uploads[:] = self._tokens = 0.0
         if self._steps < _UNELECTED:
