@@ -3,8 +3,9 @@
 One table for all APIs, packages and the engine. Its ranges are the widest that the engine computes
 correctly: an API, a package or a flag may accept less (`SamplingField.narrowed`), never more.
 
-Order for a sampling value: the request, the model's generation_config, the dialect's defaults. A
-missing seed is drawn here, once, so that a retry on another replica draws the same numbers.
+Order for a sampling value: the request, what the router tuned, the model's generation_config, what
+the model's authors recommend, the dialect's defaults. A missing seed is drawn here, once, so that a
+retry on another replica draws the same numbers.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
 from coterie.core.errors import ContextExcess, ContextLengthExceeded, InvalidRequest
-from coterie.core.request import Limits, Sampling
+from coterie.core.quick_init import quick_init
+from coterie.core.request import Chat, Limits, Prompt, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +105,12 @@ def value_of(sampling: Sampling, name: str) -> float:
 
 def check_sampling(sampling: Sampling) -> None:
     """Raises InvalidRequest for the first value that is out of its range."""
-    for (name, field), value in zip(SAMPLING_FIELDS.items(), _all_fields(sampling), strict=True):
+    for (name, bounds), value in zip(SAMPLING_FIELDS.items(), _all_fields(sampling), strict=True):
         # most values are inside of their range, which `takes` would find in more time
-        if value is None or field.low < value < field.high:
+        if value is None or bounds.low < value < bounds.high:
             continue
-        if not field.takes(value):
-            raise InvalidRequest(f"{name} is {value}; it must be {field}", param=name)
+        if not bounds.takes(value):
+            raise InvalidRequest(f"{name} is {value}; it must be {bounds}", param=name)
     for _, bias in sampling.logit_bias:
         if not math.isfinite(bias):
             raise InvalidRequest(
@@ -130,6 +132,71 @@ VENDOR_DEFAULTS = Sampling(
 )
 
 _NOTHING: Mapping[str, float] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecommendation:
+    """What the authors of a model recommend, from the table in `models/recommended.toml`."""
+
+    # the model as the table names it; "" = the table does not have it
+    name: str = ""
+    # where the recommendation is from, in words
+    source: str = ""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    # for a chat that switches thinking off; empty = as `sampling`
+    without_thinking: Mapping[str, float] = field(default_factory=dict)
+    # for a chat without a system message, if the model's template writes none by itself
+    system_prompt: str = ""
+
+    def sampling_for(self, prompt: Prompt) -> Mapping[str, float]:
+        if self.without_thinking and isinstance(prompt, Chat):
+            thinks = prompt.template_kwargs.get("enable_thinking")
+            if thinks is None:
+                thinks = prompt.template_defaults.get("enable_thinking")
+            if thinks is False:
+                return self.without_thinking
+        return self.sampling
+
+
+NO_RECOMMENDATION = ModelRecommendation()
+
+
+@quick_init
+@dataclass(frozen=True, slots=True)
+class SampledWith:
+    """A sampling value that a request ran with. `source`: request, tuned, generation_config,
+    recommended or default."""
+
+    value: float
+    source: str
+
+
+def sampling_sources(
+    resolved: Sampling,
+    requested: Sampling,
+    generation: Mapping[str, Any],
+    recommended: Mapping[str, float],
+    tuned: Mapping[str, float] = _NOTHING,
+) -> dict[str, SampledWith]:
+    """Where each value of `resolved` comes from; the arguments are those that `resolve_sampling`
+    made it from. Values that nobody set are not listed."""
+    found: dict[str, SampledWith] = {}
+    for name in GENERATION_FIELDS:
+        value = getattr(resolved, name)
+        if value is None:
+            continue
+        if getattr(requested, name) is not None:
+            source = "request"
+        elif name in TUNED_FIELDS and tuned.get(name) is not None:
+            source = "tuned"
+        elif generation.get(name) is not None:
+            source = "generation_config"
+        else:
+            source = "recommended" if name in recommended else "default"
+        found[name] = SampledWith(value, source)
+    return found
+
+
 _SEED_MASK = 2**63 - 1
 # a drawn seed is sent to the caller, and many JSON readers keep only 53 bits of a number
 _DRAWN_BITS = 53
@@ -162,9 +229,11 @@ def resolve_sampling(
     generation: Mapping[str, Any],
     vendor: Sampling = VENDOR_DEFAULTS,
     tuned: Mapping[str, float] = _NOTHING,
+    recommended: Mapping[str, float] = _NOTHING,
 ) -> Sampling:
     """`requested` with every value filled in that the engine needs; refuses values out of range.
-    `tuned`: values of the router for `TUNED_FIELDS` that the request leaves out."""
+    `tuned`: values of the router for `TUNED_FIELDS` that the request leaves out. `recommended`: of
+    the model's authors, for what generation_config leaves out."""
     values: list[Any] = []
     given = zip(FILLED_FIELDS, _filled_in(requested), _filled_in(vendor), strict=True)
     for name, value, default in given:
@@ -174,6 +243,8 @@ def resolve_sampling(
                 value = int(value)
         if value is None and name in GENERATION_FIELDS:
             value = generation.get(name)
+            if value is None and recommended:
+                value = recommended.get(name)
         values.append(default if value is None else value)
     temperature, top_p, top_k, min_p, repetition_penalty, typical_p, n, num_beams = values
     # as `replace`, in less time
@@ -198,6 +269,15 @@ def resolve_sampling(
     )
     check_sampling(resolved)
     return resolved
+
+
+def default_sampling(
+    generation: Mapping[str, Any], recommended: Mapping[str, float]
+) -> dict[str, SampledWith]:
+    """What a request runs with that sets nothing and is not tuned."""
+    nothing = Sampling(seed=0)
+    resolved = resolve_sampling(nothing, generation, recommended=recommended)
+    return sampling_sources(resolved, nothing, generation, recommended)
 
 
 def truncated(

@@ -19,7 +19,7 @@ from coterie.api.body import check
 from coterie.api.native.infer_body import InferBody, checked_body
 from coterie.api.openai.types import ChatBody, CompletionBody
 from coterie.api.proto.coterie.v1 import inference_pb2 as pb
-from coterie.api.transport.grpc_calls import fields_of
+from coterie.api.transport.grpc_messages import fields_of
 from coterie.cli.options import add_sampling
 from coterie.core.adapters import AdapterCard
 from coterie.core.errors import CoterieError

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextvars import ContextVar
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
@@ -107,6 +107,27 @@ class ChatTemplate:
             found = [text.find(turn["content"]) for turn in turns]
             self._takes_systems[in_between] = found[0] >= 0 and found == sorted(found)
         return self._takes_systems[in_between]
+
+    @cached_property
+    def system_default(self) -> bool | None:
+        """Whether it writes a system prompt of its own where a chat has no system message; None if
+        it takes no system messages."""
+        # words that no template has
+        system, user = "zq0qz", "zq1qz"
+        turns = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        try:
+            given = self.render(turns, {"add_generation_prompt": True})
+            alone = self.render(turns[1:], {"add_generation_prompt": True})
+        except CoterieError:
+            return None
+        before, _, rest = given.partition(system)
+        between, found, _ = rest.partition(user)
+        if not found:
+            return None
+        # what stands before the user's message, with and without the system message
+        head = alone.partition(user)[0]
+        frames = head.startswith(before) and head.endswith(between)
+        return frames and len(head) > len(before) + len(between)
 
     def _template(self) -> jinja2.Template:
         if self._compiled is None:

@@ -21,7 +21,9 @@ from tokenizers import AddedToken
 
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.core.request import Chat, Message, Prompt, Text, Tokens
+from coterie.core.sampling import NO_RECOMMENDATION, ModelRecommendation
 from coterie.models.config_fields import shown
+from coterie.models.recommended import directory_names, gguf_names, recommended_for
 from coterie.models.text.chat_template import ChatTemplate, request_template
 from coterie.models.text.gguf_tokenizer import rebuild_tokenizer
 from coterie.models.text.tool_format import ToolSupport, tool_support, turns_of
@@ -64,6 +66,8 @@ class _Parts:
     specials: dict[str, str]
     chat_template: str | None
     eos_ids: tuple[int, ...]
+    # by the authors of the model
+    recommended: ModelRecommendation = NO_RECOMMENDATION
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -97,6 +101,7 @@ class Tokenizer:
         in_template = all(token in (parts.chat_template or "") for token in _THINK)
         self.reasoning: tuple[str, str] | None = _THINK if in_vocab or in_template else None
         self.tool_support: ToolSupport = tool_support(parts.chat_template)
+        self.recommended = parts.recommended
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """`special`: add BOS and the like, as the tokenizer's post-processor says."""
@@ -145,6 +150,37 @@ class Tokenizer:
         token: int | None = self._backend.token_to_id("\xff" if self._byte_level else "<0xFF>")
         return token
 
+    @cached_property
+    def card_system(self) -> str:
+        """The system prompt of the model's card, for chats without a system message; "" if the
+        card has none, or the template writes its own or takes none."""
+        prompt, template = self.recommended.system_prompt, self._template
+        takes = prompt and template is not None and template.system_default is False
+        return prompt if takes else ""
+
+    @property
+    def writes_system(self) -> bool:
+        """Whether the template writes a system prompt into a chat without a system message."""
+        return self._template is not None and self._template.system_default is True
+
+    def adds_system_to(self, chat: Chat) -> bool:
+        """Whether the chat gets the system prompt of the model's card."""
+        if not self.card_system or not chat.adds_system or chat.template is not None:
+            return False
+        return all(message.role != "system" for message in chat.messages)
+
+    def readable(self, prompt: Prompt, *, with_adapters: bool = False) -> Prompt:
+        """The prompt as this model reads it: as plain text if it may be that and there is no
+        template, and without the card's system prompt for adapters, which were trained without
+        it."""
+        if not isinstance(prompt, Chat):
+            return prompt
+        if prompt.may_be_text and self._template is None and prompt.template is None:
+            return Text(prompt.messages[-1].content)
+        if with_adapters and prompt.adds_system and self.card_system:
+            return replace(prompt, adds_system=False)
+        return prompt
+
     def render(self, chat: Chat) -> str:
         """The chat as one text, by the model's own template."""
         template = self._template
@@ -168,6 +204,9 @@ class Tokenizer:
                 f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}",
                 param="chat_template_kwargs",
             )
+        if self.adds_system_to(chat):
+            system = Message("system", self.card_system)
+            chat = replace(chat, messages=(system, *chat.messages))
         messages, tools = turns_of(_with_its_systems(chat, template), support)
         given = {**chat.template_defaults, **chat.template_kwargs}
         options = {**given, "add_generation_prompt": chat.add_generation_prompt}
@@ -247,7 +286,8 @@ def _from_gguf(path: Path) -> _Parts:
     file = read_gguf(path)
     rebuilt = rebuild_tokenizer(file)
     ends = hf_generation(file).get("eos_token_id", [])
-    return _Parts(rebuilt.backend, rebuilt.specials, rebuilt.chat_template, tuple(ends))
+    advice = recommended_for(gguf_names(path, file.metadata))
+    return _Parts(rebuilt.backend, rebuilt.specials, rebuilt.chat_template, tuple(ends), advice)
 
 
 def _from_directory(path: Path) -> _Parts:
@@ -270,7 +310,8 @@ def _from_directory(path: Path) -> _Parts:
     _check_settings(_optional(path / "special_tokens_map.json"), path / "special_tokens_map.json")
     specials = _named_specials({**_optional(path / "special_tokens_map.json"), **settings})
     _add_missing(backend, specials, settings)
-    return _Parts(backend, specials, _template_in(path, settings), _eos_in(path))
+    advice = recommended_for(directory_names(path))
+    return _Parts(backend, specials, _template_in(path, settings), _eos_in(path), advice)
 
 
 def _optional(path: Path) -> dict[str, Any]:
