@@ -26,11 +26,14 @@ from starlette.requests import ClientDisconnect, Request
 from coterie.api.door import ClientGone
 from coterie.api.transport.whole import whole_body
 from coterie.core.errors import InvalidRequest, Overloaded, RequestTooLarge, UnsupportedMediaType
+from coterie.core.value_check import is_deeper
 
 # limits of one body. On a thread a value takes 0.1 us, a text or key 0.5 us (without its
 # characters), a list or object 1 us; and a thread that holds the interpreter lock delays the event
 # loop too.
 MAX_VALUES, MAX_TEXTS, MAX_CONTAINERS = 300_000, 60_000, 30_000
+# lists and objects inside each other; code that walks a value may call itself for each
+MAX_BODY_DEPTH = 200
 # a body up to this size is always fast
 MAX_INLINE_BYTES = 16_000
 # how much of a body that is too large is read and dropped
@@ -97,7 +100,7 @@ class _Receiving:
         self.num_bytes += count
 
 
-_receiving = _Receiving()
+receiving = _Receiving()
 
 
 async def read_json(request: Request, limit_bytes: int) -> bytes:
@@ -138,8 +141,8 @@ async def read(request: Request, limit_bytes: int) -> bytes:
     if whole is not None:
         if len(whole) > limit_bytes:
             raise _too_large(limit_bytes)
-        _receiving.add(len(whole), limit_bytes)
-        _receiving.num_bytes -= len(whole)
+        receiving.add(len(whole), limit_bytes)
+        receiving.num_bytes -= len(whole)
         return whole
     chunks: list[bytes] = []
     size = 0
@@ -156,13 +159,13 @@ async def read(request: Request, limit_bytes: int) -> bytes:
                     if not is_last:
                         await pass_over(request)
                     raise _too_large(limit_bytes)
-                _receiving.add(len(chunk), limit_bytes)
+                receiving.add(len(chunk), limit_bytes)
                 size += len(chunk)
                 chunks.append(chunk)
     except TimeoutError:
         raise InvalidRequest(f"the body did not arrive within {seconds:g} s") from None
     finally:
-        _receiving.num_bytes -= size
+        receiving.num_bytes -= size
     return b"".join(chunks)
 
 
@@ -227,13 +230,16 @@ def decode(raw: bytes) -> Any:
     if len(raw) > MAX_INLINE_BYTES:
         _check_structure(raw)
     try:
-        return _decode(raw)
+        value = _decode(raw)
     except UnicodeDecodeError:
         raise InvalidRequest("the body is not valid UTF-8") from None
     except msgspec.MsgspecError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
+    if raw.count(b"[") + raw.count(b"{") > MAX_BODY_DEPTH and is_deeper(value, MAX_BODY_DEPTH):
+        raise InvalidRequest(f"the body is nested deeper than {MAX_BODY_DEPTH}")
+    return value
 
 
 def _check_structure(raw: bytes) -> None:

@@ -19,9 +19,12 @@ from coterie.api.tools.grammar import closed_schema
 from coterie.core.errors import CoterieError, InvalidRequest, UnsupportedFeature
 from coterie.core.events import Event
 from coterie.core.request import ResponseFormat
+from coterie.core.value_check import is_deeper
 
 # the name that the layers below use for every format
 FORMAT = "response_format"
+# lists and objects of a schema inside each other
+MAX_DEPTH = 128
 # how a Lark grammar is recognised: its first rule, or a directive of llguidance; GBNF has `root
 # ::=`
 _LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start[ \t]*:)")
@@ -137,22 +140,26 @@ def _vendor(field: Any, param: str, closed: bool = False) -> ResponseFormat | No
         raise InvalidRequest(f"{path}.schema must be a JSON object", param=f"{path}.schema")
     if strict is not None and not isinstance(strict, bool):
         raise InvalidRequest(f"{path}.strict must be true or false", param=f"{path}.strict")
-    if closed or strict:
-        schema = closed_schema(schema)
-    return schema_format(schema, strict, f"{path}.schema")
+    return schema_format(schema, strict, f"{path}.schema", closed=closed or bool(strict))
 
 
 def schema_format(
-    schema: dict[str, Any], strict: bool | None = None, param: str = FORMAT
+    schema: dict[str, Any],
+    strict: bool | None = None,
+    param: str = FORMAT,
+    *,
+    closed: bool = False,
 ) -> ResponseFormat:
-    """The format of a schema. Not `strict`: skip keywords that cannot be enforced."""
+    """The format of a schema. Not `strict`: skip keywords that cannot be enforced. `closed`: an
+    object has only the properties that it names."""
+    if is_deeper(schema, MAX_DEPTH):
+        raise InvalidRequest(f"{param}: is nested deeper than {MAX_DEPTH}", param=param)
+    if closed:
+        schema = closed_schema(schema)
     own = {key: value for key, value in schema.items() if key != "x-guidance"}
     if strict is False:
         own["x-guidance"] = {"lenient": True}
-    try:
-        return ResponseFormat("json_schema", msgspec.json.encode(own).decode())
-    except RecursionError:
-        raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
+    return ResponseFormat("json_schema", msgspec.json.encode(own).decode())
 
 
 def _schema(value: Any, param: str) -> ResponseFormat:
@@ -160,8 +167,10 @@ def _schema(value: Any, param: str) -> ResponseFormat:
     if isinstance(value, str):
         try:
             value = msgspec.json.decode(value)
-        except (msgspec.DecodeError, RecursionError):
+        except msgspec.DecodeError:
             raise InvalidRequest(f"{param}: is not valid JSON", param=param) from None
+        except RecursionError:
+            raise InvalidRequest(f"{param}: is nested too deeply", param=param) from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"{param}: must be a JSON schema", param=param)
     return schema_format(value, param=param)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,7 +17,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync import client as ws
 
 from tests.helpers.models.tiny import tiny_checkpoint
-from tests.helpers.serving.server_process import KEYS, Served, chat
+from tests.helpers.serving.server_process import KEYS, MAX_PROBE_S, Probe, Served, chat, frames
 
 CHAT = "/v1/chat/completions"
 LIMIT_S, MOST = 1.0, 24
@@ -219,6 +221,193 @@ def test_a_large_body_and_the_next_request(server: Served) -> None:
     with connect(server) as sock:
         sock.sendall((post % len(raw) + raw) * 2 + GET + b"connection: close\r\n\r\n")
         assert answer(sock).count(b"HTTP/1.1 200 ") == 3
+
+
+def requests(draw: random.Random, count: int) -> tuple[bytes, list[int]]:
+    """Requests of all kinds in one piece, and the status of each."""
+    raw = json.dumps(chat(max_tokens=1)).encode()
+    chunked = b"".join(
+        b"%x;note=x\r\n%b\r\n" % (len(part), part) for part in (raw[:9], raw[9:10], raw[10:])
+    )
+    kinds = [
+        (GET + b"\r\n", 200),
+        (b"GET /nowhere HTTP/1.1\r\nhost: localhost\r\n\r\n", 404),
+        (POST + b"content-length: %d\r\n\r\n" % len(raw) + raw, 200),
+        (POST + b"transfer-encoding: chunked\r\n\r\n" + chunked + b"0\r\n\r\n", 200),
+        (POST + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx: y\r\n\r\n", 400),
+        (GET + b"content-length: 4\r\n\r\n\r\n\r\n", 200),
+    ]
+    chosen = [draw.choice(kinds) for _ in range(count)]
+    return b"".join(text for text, _ in chosen), [status for _, status in chosen]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pipelined_requests_are_answered_in_their_order(server: Served, seed: int) -> None:
+    """However they are cut on their way."""
+    draw = random.Random(seed)
+    sent, expected = requests(draw, 60)
+    sent += GET + b"connection: close\r\n\r\n"
+    with connect(server) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while sent:
+            size = draw.choice((1, 3, 17, 400, 5000))
+            sock.sendall(sent[:size])
+            sent = sent[size:]
+            if draw.random() < 0.2:
+                time.sleep(0.001)
+        read = answer(sock)
+    found = re.findall(rb"HTTP/1\.1 (\d+) ", read)
+    assert [int(status) for status in found] == [*expected, 200]
+
+
+def test_a_pipelined_request_waits_for_the_answer_before_it(server: Served) -> None:
+    """The queue of a connection is bytes: what was not read is not begun."""
+    first = json.dumps(chat(max_tokens=400, ignore_eos=True, stream=True)).encode()
+    post = POST + b"content-length: %d\r\n\r\n"
+    second = json.dumps(chat(max_tokens=1)).encode()
+    before = server.metric("vllm:request_success_total")
+    with connect(server) as sock:
+        sock.sendall(post % len(first) + first + (post % len(second) + second) * 1000)
+        read = b""
+        while b"data: " not in read:
+            read += sock.recv(65536)
+        assert read.count(b"HTTP/1.1 200 ") == 1
+    # who has gone is noticed behind the stream: the thousand are not computed
+    deadline = time.monotonic() + ENDED_S
+    while server.metric("coterie_gateway_open_streams"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert server.metric("vllm:request_success_total") - before < 50
+
+
+def test_a_stream_for_http_1_0_has_no_chunks(server: Served) -> None:
+    """Its end is the end of the connection."""
+    raw = json.dumps(chat(stream=True)).encode()
+    head = b"host: localhost\r\ncontent-length: %d\r\n\r\n" % len(raw)
+    bodies = []
+    for version in (b"1.0", b"1.1"):
+        with connect(server) as sock:
+            close = b"" if version == b"1.0" else b"connection: close\r\n"
+            line = b"POST " + CHAT.encode() + b" HTTP/" + version + b"\r\n"
+            sock.sendall(line + close + head + raw)
+            headers, _, body = answer(sock).partition(b"\r\n\r\n")
+        assert headers.startswith(b"HTTP/1.1 200 ") and b"connection: close" in headers
+        assert (b"transfer-encoding" in headers) is (version == b"1.1")
+        bodies.append(body)
+    texts = [
+        [data["choices"][0]["delta"] for _, data in frames(body) if isinstance(data, dict)]
+        for body in (bodies[0], unchunked(bodies[1]))
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) > 2
+    # other answers have a length
+    with connect(server) as sock:
+        sock.sendall(b"GET /v1/models HTTP/1.0\r\nhost: localhost\r\n\r\n")
+        read = answer(sock)
+        assert b"content-length: " in read and b"connection: close" in read
+    with connect(server) as sock:
+        sock.sendall(b"HEAD /v1/models HTTP/1.0\r\nhost: localhost\r\n\r\n")
+        assert answer(sock).endswith(b"\r\n\r\n")
+
+
+def unchunked(body: bytes) -> bytes:
+    parts = []
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        length = int(size, 16)
+        parts.append(body[:length])
+        body = body[length + 2 :]
+    return b"".join(parts)
+
+
+def masked(opcode: int, data: bytes = b"", is_last: bool = True) -> bytes:
+    """A frame as clients send it, with a mask of zeros."""
+    assert len(data) < 126
+    return bytes((opcode | (0x80 if is_last else 0), 0x80 | len(data))) + bytes(4) + data
+
+
+TEXT, CONT, PING = 1, 0, 9
+
+
+@contextmanager
+def socket_of(served: Served) -> Iterator[socket.socket]:
+    """A WebSocket whose frames the test writes."""
+    with connect(served) as sock:
+        sock.sendall(UPGRADE + b"sec-websocket-version: 13\r\n" + KEY + b"\r\n")
+        read = b""
+        while b"\r\n\r\n" not in read:
+            read += sock.recv(4096)
+        assert read.startswith(b"HTTP/1.1 101 ")
+        yield sock
+
+
+def close_code(sock: socket.socket) -> int:
+    """Of the close frame at the end of what is received."""
+    read = answer(sock)
+    found = re.search(rb"\x88[\x02-\x7d](..)[^\x88]*$", read, re.DOTALL)
+    assert found is not None, read[-100:]
+    return int.from_bytes(found[1])
+
+
+def test_a_message_of_a_socket_has_few_fragments(server: Served) -> None:
+    """As many as are allowed are a message; more end the connection, and nobody waits for it."""
+    body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+    with socket_of(server) as sock:
+        frames = [masked(TEXT, body[:1], False)]
+        frames += [masked(CONT, body[1:2], False), *[masked(CONT, b"", False)] * 4000]
+        sock.sendall(b"".join(frames) + masked(CONT, body[2:]))
+        read = b""
+        while b'"finished"' not in read:
+            read += sock.recv(65536)
+    with Probe(server) as probe:
+        with socket_of(server) as sock:
+            sock.sendall(masked(TEXT, b"", False) + masked(CONT, b"", False) * 4096)
+            assert close_code(sock) == 1009
+        with socket_of(server) as sock, suppress(OSError):
+            # as an attacker does: five megabytes at once
+            sock.sendall(masked(TEXT, b"", False) + masked(CONT, b"", False) * 820_000)
+    assert probe.worst_s < MAX_PROBE_S
+    assert server.metric("coterie_connections_refused_total", reason="fragments") >= 2
+
+
+def test_who_still_sends_is_told_why_a_socket_ends(server: Served) -> None:
+    """The code arrives, and what is sent behind it resets nothing and is not kept."""
+    with socket_of(server) as sock:
+        # the header of a frame that is too large
+        sock.sendall(b"\x81\xff" + (4_100_000).to_bytes(8) + b"\0\0\0\0")
+        assert close_code(sock) == 1009
+        for _ in range(40):
+            sock.sendall(b"x" * 100_000)
+        sock.shutdown(socket.SHUT_WR)
+        assert sock.recv(1) == b""
+    with socket_of(server) as sock:
+        # a client that never ends its side is not waited for
+        sock.sendall(b"\x81\xff" + (4_100_000).to_bytes(8) + b"\0\0\0\0")
+        assert close_code(sock) == 1009
+        deadline = time.monotonic() + 30
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            while time.monotonic() < deadline:
+                sock.sendall(b"x")
+                time.sleep(0.1)
+
+
+def test_a_socket_takes_few_pings(server: Served) -> None:
+    """Some are answered, also in the middle of a message; a flood ends the connection."""
+    body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+    with socket_of(server) as sock:
+        sock.sendall(masked(TEXT, body[:3], False) + masked(PING, b"abc") * 20)
+        read = b""
+        while read.count(b"\x8a\x03abc") < 20:
+            read += sock.recv(65536)
+        sock.sendall(masked(CONT, body[3:]))
+        while b'"finished"' not in read:
+            read += sock.recv(65536)
+    with Probe(server) as probe, socket_of(server) as sock:
+        sock.sendall(masked(PING, b"a") * 5000)
+        assert close_code(sock) == 1008
+    assert probe.worst_s < MAX_PROBE_S
+    reasons = [json.loads(line) for line in server.log().splitlines() if line.startswith("{")]
+    ended = {line.get("reason") for line in reasons if line["event"] == "connections_refused"}
+    assert "control_frames" in ended
 
 
 def test_connections_have_a_limit(impatient: Served) -> None:

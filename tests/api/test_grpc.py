@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import re
+import socket
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -15,6 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from coterie.api.proto.coterie.v1 import inference_pb2 as pb
 from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving import http2_frames
 from tests.helpers.serving.server_process import MAX_PROBE_S, Probe, Served, own_home
 
 KEY, OTHER = "key-of-the-caller", "key-of-another"
@@ -22,6 +28,8 @@ SERVICE = "coterie.v1.Inference"
 # ten thousand letters, which no token ends and no grammar foresees
 LARK = "start: k~10\nk: h~10\nh: t~10\nt: /[a-y]/~10\n"
 LONG: dict[str, Any] = {"grammar": pb.Grammar(type="lark", text=LARK), "max_tokens": 7000}
+# how long the server waits for a client that does not read
+WRITE_S = 4.0
 _Code = grpc.StatusCode
 
 
@@ -50,8 +58,10 @@ class Stub:
 def grpc_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("grpc")
     (folder / "keys").write_text(f"{KEY}\n{OTHER}\n")
+    (folder / "coterie.toml").write_text(f"[server]\nwrite_timeout_s = {WRITE_S}\n")
     served = Served(
         *(str(tiny_checkpoint("llama", max_position_embeddings=8192)), "--name", "tiny"),
+        *("--config", str(folder / "coterie.toml")),
         *("--grpc-port", "0", "--api-key-file", str(folder / "keys"), "--user-rate", "5"),
         COTERIE_HOME=str(own_home(folder / "home")),
     )
@@ -317,6 +327,93 @@ def test_hostile_messages(stub: Stub, grpc_server: Served) -> None:
                 stub.call("Infer", request)
             assert caught.value.code() is _Code.INVALID_ARGUMENT, caught.value.details()
     assert probe.worst_s < MAX_PROBE_S
+
+
+def raw_call(channel: grpc.Channel, path: str, raw: bytes, key: str = KEY) -> grpc.StatusCode:
+    """The status of a call whose message is these bytes."""
+    metadata = (("authorization", f"Bearer {key}"),)
+    call = channel.stream_stream(path)(iter([raw]), metadata=metadata, timeout=60)
+    with suppress(grpc.RpcError):
+        list(call)
+    code: grpc.StatusCode = call.code()
+    return code
+
+
+METHODS = [
+    *(f"/{SERVICE}/{row.name}" for row in pb.DESCRIPTOR.services_by_name["Inference"].methods),
+    "/grpc.health.v1.Health/Check",
+    "/grpc.health.v1.Health/Watch",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+]
+
+
+def test_random_messages_are_invalid_arguments(channel: grpc.Channel, grpc_server: Served) -> None:
+    """What is no message is the caller's fault, at every method."""
+    draw, seen = random.Random(7), Counter[grpc.StatusCode]()
+    for i in range(330):
+        raw = b"\x0f" + draw.randbytes(draw.choice((0, 1, 7, 80, 3000)))
+        seen[raw_call(channel, METHODS[i % len(METHODS)], raw)] += 1
+    assert set(seen) == {_Code.INVALID_ARGUMENT}, seen
+    # what may be a message is refused for what it says, or answered
+    allowed = {_Code.INVALID_ARGUMENT, _Code.NOT_FOUND, _Code.OK, _Code.RESOURCE_EXHAUSTED}
+    for i in range(220):
+        path = METHODS[i % len(METHODS)]
+        if path.endswith("Watch"):
+            continue
+        raw = draw.randbytes(draw.randrange(1, 40))
+        if i % 2:
+            text = bytes(draw.randrange(32, 127) for _ in range(draw.randrange(20)))
+            raw = bytes((draw.choice((0x0A, 0x12, 0x1A, 0x22)), len(text))) + text
+        seen[raw_call(channel, path, raw)] += 1
+    assert set(seen) <= allowed, seen
+    assert '"level":"error"' not in grpc_server.log()
+
+
+def test_a_call_without_a_key_is_refused_before_its_message(channel: grpc.Channel) -> None:
+    """Otherwise anybody could make the server hold thousands of half messages."""
+    sent = threading.Event()
+
+    def never() -> Iterator[bytes]:
+        sent.wait(60)
+        yield b""
+
+    try:
+        call = channel.stream_stream(f"/{SERVICE}/Infer")(never(), timeout=30)
+        with pytest.raises(grpc.RpcError) as refused:
+            list(call)
+    finally:
+        sent.set()
+    assert refused.value.code() is _Code.UNAUTHENTICATED
+
+
+def test_answers_that_are_never_read_are_given_up(stub: Stub, grpc_server: Served) -> None:
+    """A client that takes no byte, and answers the server's pings or not, holds no call for ever;
+    others are served meanwhile."""
+    found = re.search(r"gRPC on (\S+):(\d+)", grpc_server.log())
+    assert found
+    raw = pb.InferRequest(prompt="x", max_tokens=4).SerializeToString()
+    before, count = grpc_server.log().count('"reason":"write_timeout"'), 12
+    with socket.create_connection((found[1], int(found[2]))) as sock:
+        sock.sendall(http2_frames.PREFACE + http2_frames.window(0))
+        for i in range(count):
+            path = f"/{SERVICE}/{('Infer', 'InferStream')[i % 2]}"
+            stream = 1 + 2 * i
+            sock.sendall(http2_frames.call(stream, path, KEY) + http2_frames.message(stream, raw))
+        deadline = time.monotonic() + 60
+        while grpc_server.log().count('"reason":"write_timeout"') < before + count:
+            assert time.monotonic() < deadline, grpc_server.log()
+            assert stub.infer(max_tokens=1).tokens_generated == 1
+            time.sleep(0.2)
+        assert metric(grpc_server, "coterie_gateway_open_streams") == 0
+    assert '"level":"error"' not in grpc_server.log()
+
+
+def test_a_call_without_a_message(channel: grpc.Channel) -> None:
+    metadata = (("authorization", f"Bearer {KEY}"),)
+    call = channel.stream_stream(f"/{SERVICE}/Infer")(iter(()), metadata=metadata, timeout=30)
+    with pytest.raises(grpc.RpcError, match="no message"):
+        list(call)
+    assert call.code() is _Code.INVALID_ARGUMENT
 
 
 def test_a_server_that_stops_lets_calls_end(stub: Stub, grpc_server: Served) -> None:

@@ -119,6 +119,72 @@ def test_hostile_schemas_are_a_400_that_names_the_field(server: Served, name: st
     assert reply.json["error"]["param"].startswith("response_format")
 
 
+TURNS = '"messages":[{"role":"user","content":"x"}],"max_tokens":4'
+OLLAMA = TURNS.replace(',"max_tokens":4', ',"stream":false')
+STRICT = '{"name":"x","strict":true,"schema":SCHEMA}'
+TOOL = '{"type":"function","function":{"name":"f","parameters":SCHEMA}}'
+PARTS = '"input":[{"type":"message","role":"user","content":VALUE}]'
+# bodies with a schema, a value or a text that nests; SCHEMA, VALUE and TEXT are replaced
+NESTED: dict[str, tuple[str, str]] = {
+    "format": ("/v1/chat/completions", TURNS + ',"response_format":{"type":"json_schema",'
+               '"json_schema":{"name":"x","schema":SCHEMA}}'),
+    "strict": ("/v1/chat/completions", TURNS + ',"response_format":{"type":"json_schema",'
+               f'"json_schema":{STRICT}}}'),
+    "object": ("/v1/chat/completions",
+               TURNS + ',"response_format":{"type":"json_object","schema":SCHEMA}'),
+    "vllm": ("/v1/completions", '"prompt":"x","max_tokens":4,"guided_json":SCHEMA'),
+    "vllm's text": ("/v1/completions", '"prompt":"x","max_tokens":4,"guided_json":"TEXT"'),
+    "structured": ("/v1/completions", '"prompt":"x","structured_outputs":{"json":SCHEMA}'),
+    "tool": ("/v1/chat/completions", TURNS + f',"tools":[{TOOL}],"tool_choice":"required"'),
+    "kwargs": ("/v1/chat/completions", TURNS + ',"chat_template_kwargs":{"a":VALUE}'),
+    "unknown field": ("/v1/chat/completions", TURNS + ',"something":VALUE'),
+    "anthropic": ("/v1/messages", TURNS + ',"output_format":{"type":"json_schema",'
+                  '"schema":SCHEMA}'),
+    "anthropic's tool": ("/v1/messages", TURNS + ',"tools":[{"name":"f","input_schema":SCHEMA}]'),
+    "anthropic's call": ("/v1/messages", '"max_tokens":4,"messages":[{"role":"assistant",'
+                         '"content":[{"type":"tool_use","id":"a","name":"f","input":VALUE}]}]'),
+    "responses": ("/v1/responses", '"input":"x","text":{"format":{"type":"json_schema",'
+                  '"name":"x","strict":true,"schema":SCHEMA}}'),
+    "responses' parts": ("/v1/responses", PARTS),
+    "ollama": ("/api/chat", OLLAMA + ',"format":SCHEMA'),
+    "ollama's tool": ("/api/chat", OLLAMA + f',"tools":[{TOOL}]'),
+    "llama.cpp": ("/completion", '"prompt":"x","json_schema":SCHEMA'),
+    "native": ("/v1/infer", '"prompt":"x","response_format":{"type":"json_schema",'
+               f'"json_schema":{STRICT}}}'),
+    "tokenize": ("/tokenize", TURNS + f',"tools":[{TOOL}]'),
+    "gbnf": ("/v1/infer", '"prompt":"x","grammar":"root ::= GROUPS"'),
+    "lark": ("/v1/infer", '"prompt":"x","grammar":"start: GROUPS"'),
+    "regex": ("/v1/infer", '"prompt":"x","regex":"BRACKETS"'),
+}  # fmt: skip
+# the first is allowed where nothing walks the value
+DEPTHS = (150, 400, 900, 4900)
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_what_nests_deeply_is_a_400(server: Served, name: str) -> None:
+    path, body = NESTED[name]
+    model = "" if path == "/v1/infer" else '"model":"tiny",'
+    for depth in DEPTHS:
+        half = depth // 2
+        schema = '{"type":"object","properties":{"a":' * half + "{}" + "}}" * half
+        texts = {
+            "SCHEMA": schema,
+            "VALUE": '{"a":' * depth + "{}" + "}" * depth,
+            "TEXT": schema.replace('"', '\\"'),
+            "GROUPS": "(" * depth + '\\"a\\"' + ")" * depth,
+            "BRACKETS": "(" * depth + "a" + ")" * depth,
+        }
+        text = body
+        for word, value in texts.items():
+            text = text.replace(word, value)
+        reply = server.post(path, f"{{{model}{text}}}".encode())
+        if depth == DEPTHS[0] and reply.status == 200:
+            continue
+        assert reply.status == 400, (depth, reply.status, reply.body[:300])
+        said = reply.body.decode()
+        assert "nested" in said or "cannot be enforced" in said or "too long" in said, said[:300]
+
+
 def test_grammars_that_kill_their_judge_leave_the_server_alone(server: Served) -> None:
     """A chain of rules that overflows the compiler's stack; others are served meanwhile."""
     rules = "\n".join(f"r{i}: r{i + 1}" for i in range(6500))

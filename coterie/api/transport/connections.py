@@ -1,8 +1,9 @@
 """Limits of connections, before there is a request.
 
-Adds limits to uvicorn's protocols: bytes of headers; seconds for headers, bodies, idle connections
-and unread answers; the number of connections in all and per address. These limits apply before a
-client has sent a key, so they bound what an unknown client can cost.
+Adds limits to uvicorn's protocols: bytes of headers, and bytes that wait to be parsed; seconds for
+headers, bodies, idle connections and unread answers; the number of connections in all and per
+address. These limits apply before a client has sent a key, so they bound what an unknown client can
+cost.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from coterie.api.errors import openai_body
 from coterie.core.config import ServerSettings
@@ -30,9 +30,11 @@ LOG_EVERY_S = 10.0
 LINGER_S = 5.0
 # how much longer a body may take for each of its bytes: 64 kB a second
 SECONDS_PER_BYTE = 1 / 64_000
-# bytes on the wire for one byte of a body: a chunk of one byte has five more bytes around it
-CHUNK_OVERHEAD = 8
 RETRY_S = 1
+# bytes that wait to be parsed; from then on nothing more is read from the connection
+MAX_UNREAD_BYTES = 65_536
+# seconds of parsing in one turn of a connection, and turns in one iteration of the event loop
+TURN_S, MAX_TURNS = 0.0005, 4
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +63,9 @@ class OpenConnections:
         self._refused: Counter[str] = Counter()
         self._logged_at: dict[str, float] = {}
         self._sweeping: asyncio.TimerHandle | None = None
+        # when the next sweep is due, in the loop's time
+        self._due_at = 0.0
+        self.turns = ParseTurns()
         # connections that are being upgraded: the WebSocket protocol takes them from here
         self.handed_over: dict[asyncio.Transport, WatchedConnection] = {}
 
@@ -80,7 +85,7 @@ class OpenConnections:
         self._by_address[address] += 1
         self._count()
         if self._sweeping is None:
-            self._sweeping = loop.call_later(SWEEP_S, self._sweep, loop)
+            self._sweep_later(loop)
         return watched
 
     def leave(self, watched: WatchedConnection) -> None:
@@ -116,9 +121,20 @@ class OpenConnections:
             attempt=count,
         )
 
+    def _sweep_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._due_at = loop.time() + SWEEP_S
+        self._sweeping = loop.call_at(self._due_at, self._sweep, loop)
+
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """A sweep that comes late finds a loop that has read nothing meanwhile: no client pays for
+        that time."""
         now = loop.time()
+        late_s = max(now - self._due_at, 0.0)
         for watched in list(self._open):
+            if late_s and watched.deadline is not None:
+                watched.deadline += late_s
+            if late_s and watched.stalled_at is not None:
+                watched.stalled_at += late_s
             stalled_at = watched.stalled_at
             if stalled_at is not None and now - stalled_at > self.settings.write_timeout_s:
                 self._refuse("write_timeout", watched.address)
@@ -128,7 +144,9 @@ class OpenConnections:
                 if watched.phase != "idle":
                     self._refuse(f"{watched.phase}_timeout", watched.address)
                 _end(watched)
-        self._sweeping = loop.call_later(SWEEP_S, self._sweep, loop) if self._open else None
+        self._sweeping = None
+        if self._open:
+            self._sweep_later(loop)
 
 
 def _end(watched: WatchedConnection) -> None:
@@ -174,17 +192,68 @@ def plain_answer(status: int, message: str, code: str, retry_after_s: int | None
     )
 
 
-class _WatchedProtocol(asyncio.Protocol):
-    """Base of both protocols: reports the end of a connection and writes that stall. `watching` is
-    set on subclasses that are made per server: see `protocols`."""
+class ParseTurns:
+    """Shares the event loop between the connections that have bytes to parse, in their order. What
+    a turn begins, a request's task, runs in the next iteration, so this limits those too."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[WatchedProtocol] = deque()
+        # turns in this iteration
+        self._num_taken = 0
+        self._next: asyncio.Handle | None = None
+
+    def take_or_wait(self, protocol: WatchedProtocol) -> None:
+        """At once, if nobody waits and this iteration has turns left."""
+        if self._waiting or self._num_taken >= MAX_TURNS:
+            self.wait(protocol)
+            return
+        self._num_taken += 1
+        self._begin_next(protocol.loop)
+        protocol.parse()
+
+    def wait(self, protocol: WatchedProtocol) -> None:
+        self._waiting.append(protocol)
+        protocol.waits_for_turn = True
+        self._begin_next(protocol.loop)
+
+    def _begin_next(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._next is None:
+            self._next = loop.call_soon(self._iterate, loop)
+
+    def _iterate(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._next = None
+        self._num_taken = min(MAX_TURNS, len(self._waiting))
+        for _ in range(self._num_taken):
+            protocol = self._waiting.popleft()
+            protocol.waits_for_turn = False
+            protocol.parse()
+        if self._num_taken:
+            self._begin_next(loop)
+
+
+class WatchedProtocol(asyncio.Protocol):
+    """Base of both protocols: gives the parser small pieces, and reports the end of a connection
+    and writes that stall.
+
+    What the parser may not take yet waits in `_unread`; reading pauses while that is full. A
+    subclass says what the next piece is and when the parser may take it. `watching` is set on
+    subclasses that are made per server: see `http_connection.protocols`.
+    """
 
     watching: OpenConnections
     loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
     _watched: WatchedConnection | None = None
+    waits_for_turn = False
+
+    def connection_made(self, transport: Any) -> None:
+        self._unread = bytearray()
+        super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._watched is not None:
             self.watching.leave(self._watched)
+        self._unread.clear()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -196,191 +265,53 @@ class _WatchedProtocol(asyncio.Protocol):
         super().resume_writing()
         if self._watched is not None:
             self._watched.stalled_at = None
-
-
-class HttpConnection(_WatchedProtocol, HttpToolsProtocol):
-    # bytes since the headers or the body began, in whole chunks of the stream; bytes of the body
-    _received = 0
-    _chunk_bytes = 0
-    _body_bytes = 0
-    _header_bytes = 0
-    _in_headers = True
-    _is_too_large = False
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watched = self.watching.enter(transport)
-        if self._watched is None:
-            message = "too many connections are open; try again later"
-            transport.write(plain_answer(503, message, "too_many_connections", RETRY_S))
-            transport.close()
+        self.parse_soon()
 
     def data_received(self, data: bytes) -> None:
-        watched = self._watched
-        if watched is None or self._is_too_large:
-            return
-        if self._in_headers and watched.phase in ("idle", "first_byte"):
-            self._wait(self.watching.settings.header_timeout_s, "header")
-        self._chunk_bytes = len(data)
-        super().data_received(data)
+        self._unread += data
+        if not self.waits_for_turn:
+            self.watching.turns.take_or_wait(self)
+        self._limit_reading()
+
+    def parse_soon(self) -> None:
+        """Go on parsing when it is this connection's turn."""
+        if self._unread and not self.waits_for_turn:
+            self.watching.turns.wait(self)
+
+    def parse(self) -> None:
+        """Parse what may be parsed now. After `TURN_S` the other connections have their turn."""
+        until = time.perf_counter() + TURN_S
+        while self._unread and self._may_parse():
+            size = self._piece_size()
+            if not size:
+                break
+            piece = bytes(self._unread[:size])
+            del self._unread[:size]
+            self._feed(piece)
+            if time.perf_counter() > until:
+                self.parse_soon()
+                break
         if self.transport.is_closing():
-            return
-        self._received += len(data)
-        limit = self.watching.settings.max_header_bytes
-        if self._in_headers:
-            if self._received > limit:
-                self._refuse_headers()
-        elif self._received - CHUNK_OVERHEAD * self._body_bytes > 2 * limit:
-            # trailers after a chunked body, or extensions of its chunks
-            self._refuse_headers()
+            self._unread.clear()
+        self._limit_reading()
 
-    def _refuse_headers(self) -> None:
-        if self._is_too_large or self.transport.is_closing():
-            return
-        self._is_too_large = True
-        limit = self.watching.settings.max_header_bytes
-        assert self._watched is not None
-        self.watching.ended("header_size", self._watched.address)
-        if self.cycle is None or not self.cycle.response_started:
-            message = f"request line and headers are larger than {limit} bytes"
-            self.transport.write(plain_answer(431, message, "headers_too_large"))
-        self.transport.close()
-        self._wait(LINGER_S, "idle")
-
-    def send_400_response(self, msg: str) -> None:
-        # _TooLarge, raised in a callback, arrives here as an error of the parser
-        if self._is_too_large_now():
-            self._refuse_headers()
-            return
-        self.transport.write(plain_answer(400, "this is not a valid HTTP/1.1 request", "bad_http"))
-        self.transport.close()
-
-    def _is_too_large_now(self) -> bool:
-        return self._header_bytes > self.watching.settings.max_header_bytes
-
-    def on_message_begin(self) -> None:
-        self._header_bytes = 0
-        self._in_headers = True
-        super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        self._add(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        # as `_add`, without a call: there are many headers
-        self._header_bytes += len(name) + len(value) + 4
-        if self._header_bytes > self.watching.settings.max_header_bytes:
-            raise _TooLarge
-        super().on_header(name, value)
-
-    def _add(self, count: int) -> None:
-        self._header_bytes += count
-        if self._is_too_large_now():
-            raise _TooLarge
-
-    def on_headers_complete(self) -> None:
-        self._in_headers = False
-        # bytes that came in the same chunk as the end of the headers are not counted
-        self._received, self._body_bytes = -self._chunk_bytes, 0
-        if self.parser.should_upgrade() and self._should_upgrade():
-            self._wait(self.watching.settings.header_timeout_s, "handshake")
+    def _limit_reading(self) -> None:
+        if len(self._unread) < MAX_UNREAD_BYTES:
+            self.transport.resume_reading()
         else:
-            # later than the timeout of the endpoint that reads the body, which answers first
-            self._wait(self.watching.settings.body_timeout_s + LINGER_S, "body")
-        super().on_headers_complete()
+            self.transport.pause_reading()
 
-    def on_body(self, body: bytes) -> None:
-        self._body_bytes += len(body)
-        watched = self._watched
-        if watched is not None and watched.deadline is not None and watched.phase == "body":
-            watched.deadline += len(body) * SECONDS_PER_BYTE
-        super().on_body(body)
+    def _may_parse(self) -> bool:
+        raise NotImplementedError
 
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._in_headers = True
-        self._received, self._body_bytes = -self._chunk_bytes, 0
-        if self._watched is not None and self._watched.phase == "body":
-            self._watched.deadline = None
+    def _piece_size(self) -> int:
+        """Bytes of the next piece; it may be longer than what has arrived. 0: wait for more."""
+        raise NotImplementedError
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        # the next request may have started
-        if self.cycle is None or not self.cycle.response_complete:
-            return
-        if self.cycle.more_body:
-            # the rest of this body is not read
-            self._wait(LINGER_S, "idle")
-            return
-        self._wait(self.watching.settings.idle_timeout_s, "idle")
-
-    def handle_websocket_upgrade(self) -> None:
-        """Pass the state of this connection to the new protocol."""
-        socket_class = self.ws_protocol_class
-        assert socket_class is not None and issubclass(socket_class, SocketConnection)
-        transport, watched = self.transport, self._watched
-        assert watched is not None
-        self.watching.handed_over[transport] = watched
-        try:
-            super().handle_websocket_upgrade()
-        except Exception:
-            self._refuse_handshake(transport)
-            return
-        finally:
-            self.watching.handed_over.pop(transport, None)
-        protocol = transport.get_protocol()
-        if isinstance(protocol, SocketConnection) and not protocol.handshake_initiated:
-            self._refuse_handshake(transport)
-
-    def _refuse_handshake(self, transport: asyncio.Transport) -> None:
-        """Close the connection: the parser would wait forever for the rest."""
-        if not transport.is_closing():
-            message = "this is not a valid WebSocket handshake"
-            transport.write(plain_answer(400, message, "bad_http"))
-            transport.close()
-        current = transport.get_protocol()
-        for other in list(self.connections):
-            # the current protocol removes itself when the connection is lost
-            is_half = isinstance(other, SocketConnection) and other is not current
-            if is_half and other.transport is transport:
-                self.connections.discard(other)
+    def _feed(self, piece: bytes) -> None:
+        raise NotImplementedError
 
     def _wait(self, seconds: float, phase: str) -> None:
         if self._watched is not None:
             self._watched.deadline = self.loop.time() + seconds
             self._watched.phase = phase
-
-
-class _TooLarge(Exception):
-    """The headers are larger than the limit."""
-
-
-class SocketConnection(_WatchedProtocol, WebSocketsSansIOProtocol):
-    """A WebSocket. It has a deadline until it is accepted; then pings detect a lost peer."""
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._watched = self.watching.handed_over.pop(transport, None)
-
-    def start_keepalive(self) -> None:
-        """uvicorn calls it when the handshake has ended."""
-        if self._watched is not None:
-            self._watched.deadline = None
-        super().start_keepalive()
-
-
-@dataclass(frozen=True, slots=True)
-class ServerProtocols:
-    """The protocol classes of one server."""
-
-    http: type[HttpConnection]
-    websocket: type[SocketConnection]
-
-
-def protocols(connections: OpenConnections) -> ServerProtocols:
-    known = {"watching": connections}
-    return ServerProtocols(
-        type("HttpConnection", (HttpConnection,), known),
-        type("SocketConnection", (SocketConnection,), known),
-    )

@@ -6,14 +6,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
-from google.protobuf import json_format, struct_pb2
 
 from coterie.api.auth import AccessKeys
 from coterie.api.body import aside, check
@@ -29,11 +29,10 @@ from coterie.api.door import (
     refusal_receipt,
     trace_id_of,
 )
-from coterie.api.errors import OPENAI, encode, public_message, status_of
+from coterie.api.errors import OPENAI, public_message, status_of
 from coterie.api.native.feedback import FeedbackBody
 from coterie.api.native.infer import submit
 from coterie.api.native.infer_answer import (
-    Frame,
     InferencePipeline,
     RunningInference,
     answer_fields,
@@ -41,7 +40,9 @@ from coterie.api.native.infer_answer import (
 from coterie.api.native.infer_body import MAX_TIMEOUT_MS, InferBodyReader
 from coterie.api.native.jobs import JobParameters, frame_of, view
 from coterie.api.proto.coterie.v1 import inference_pb2 as pb
-from coterie.core.errors import CoterieError, InternalError, InvalidRequest
+from coterie.api.transport.grpc_messages import MessageReader, event_of, fields_of, message_of
+from coterie.core.config import ServerSettings
+from coterie.core.errors import CoterieError, InternalError, Overloaded
 from coterie.core.events import Failed, Finished
 from coterie.core.job import JobQuery
 from coterie.core.receipt import reason_of
@@ -157,75 +158,16 @@ def methods(calls: InferenceCalls, door: GrpcDoor) -> dict[str, Any]:
         "WatchJob": (calls.watch_job, pb.JobRequest),
     }
     named = {
-        name: handler("unary", door.unary(name, handle), takes)
-        for name, (handle, takes) in unary.items()
+        name: handler(door.unary(name, handle, takes)) for name, (handle, takes) in unary.items()
     }
     return named | {
-        name: handler("stream", door.stream(name, handle), takes)
-        for name, (handle, takes) in streams.items()
+        name: handler(door.stream(name, handle, takes)) for name, (handle, takes) in streams.items()
     }
-
-
-def event_of(frame: Frame) -> pb.InferEvent:
-    name, fields = frame
-    if name == "delta":
-        return pb.InferEvent(delta=pb.InferDelta(text=fields["text"]))
-    return message_of(pb.InferEvent, {name: fields})
-
-
-# even a schema of thousands of lines has fewer; each value takes a few microseconds on the thread
-MAX_STRUCT_VALUES = 30_000
-MAX_REPEATED = 10_000
-
-Message = TypeVar("Message")
-
-
-def fields_of(message: Any) -> dict[str, Any]:
-    """The fields that are set, by their names on the wire."""
-    return {field.name: _value(value) for field, value in message.ListFields()}
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, struct_pb2.Struct):
-        left = [MAX_STRUCT_VALUES]
-        return {name: _plain(item, left) for name, item in value.fields.items()}
-    if hasattr(value, "ListFields"):
-        return fields_of(value)
-    if not hasattr(value, "__len__") or isinstance(value, str):
-        return value
-    if len(value) > MAX_REPEATED:
-        raise InvalidRequest(f"a field holds more than {MAX_REPEATED} values")
-    return list(value)
-
-
-def _plain(value: struct_pb2.Value, left: list[int]) -> Any:
-    """A value of a Struct as JSON would have it. A Struct has no integers, but some readers of a
-    JSON schema distinguish 3.0 from 3. JSON has no NaN. `left`: how many more values are
-    allowed."""
-    left[0] -= 1
-    if left[0] < 0:
-        raise InvalidRequest(f"a structure holds more than {MAX_STRUCT_VALUES} values")
-    kind = value.WhichOneof("kind")
-    if kind == "number_value":
-        number = value.number_value
-        if not math.isfinite(number):
-            raise InvalidRequest("a structure holds a number that is not finite")
-        return int(number) if number.is_integer() else number
-    if kind == "struct_value":
-        return {name: _plain(item, left) for name, item in value.struct_value.fields.items()}
-    if kind == "list_value":
-        return [_plain(item, left) for item in value.list_value.values]
-    return None if kind in (None, "null_value") else getattr(value, kind)
-
-
-def message_of(kind: type[Message], fields: bytes | dict[str, Any]) -> Message:
-    """The message with these fields, given as a dict or as JSON. Null fields are left unset."""
-    text = fields if isinstance(fields, bytes) else encode(fields)
-    message: Message = json_format.Parse(text, kind(), ignore_unknown_fields=True)
-    return message
 
 
 SERVICE = "coterie.v1.Inference"
+# running calls of one tenant: half of those of all
+MAX_TENANT_CALLS = 2048
 # share of the remaining deadline, and most seconds, that are kept for sending the answer
 _SEND_SHARE, MAX_SEND_S = 0.1, 0.5
 
@@ -252,15 +194,34 @@ _TRACED = ("Infer", "InferStream")
 
 
 class GrpcDoor:
-    def __init__(self, keys: AccessKeys, tracer: RequestTracer | None = None) -> None:
+    """Checks the key of a call, reads its message, turns errors into statuses, logs."""
+
+    def __init__(
+        self, keys: AccessKeys, settings: ServerSettings, tracer: RequestTracer | None = None
+    ) -> None:
         """`tracer`: None without traces."""
         self._keys, self._tracer = keys, tracer
+        self._reader = MessageReader(settings.body_timeout_s)
+        self._write_timeout_s = settings.write_timeout_s
+        # running calls by tenant
+        self._running: Counter[str] = Counter()
 
-    def unary(self, name: str, handle: Unary) -> Any:
-        async def wrapped(request: Any, context: Any) -> Any:
+    def unary(self, name: str, handle: Unary, takes: Any) -> Any:
+        async def one(request: Any, call: GrpcCall) -> AsyncGenerator[Any, None]:
+            yield await handle(request, call)
+
+        return self.stream(name, one, takes)
+
+    def stream(self, name: str, handle: Stream, takes: Any) -> Any:
+        async def wrapped(messages: AsyncIterator[bytes], context: Any) -> None:
             record = _CallRecord(name, context)
             try:
-                return await handle(request, record.enter(self._keys, self._tracer))
+                call = record.enter(self._keys, self._tracer)
+                with self._counted(call.tenant):
+                    request = await self._reader.read(messages, takes, call.tenant)
+                    async with aclosing(handle(request, call)) as answers:
+                        async for answer in answers:
+                            await self._write(context, answer, call)
             except BaseException as error:
                 await record.failed(error)
                 raise
@@ -269,22 +230,26 @@ class GrpcDoor:
 
         return wrapped
 
-    def stream(self, name: str, handle: Stream) -> Any:
-        async def wrapped(request: Any, context: Any) -> AsyncIterator[Any]:
-            record = _CallRecord(name, context)
-            try:
-                async with aclosing(
-                    handle(request, record.enter(self._keys, self._tracer))
-                ) as messages:
-                    async for message in messages:
-                        yield message
-            except BaseException as error:
-                await record.failed(error)
-                raise
-            finally:
-                record.log()
+    @contextmanager
+    def _counted(self, tenant: str) -> Iterator[None]:
+        if self._running[tenant] >= MAX_TENANT_CALLS:
+            raise Overloaded(f"{MAX_TENANT_CALLS} calls of this tenant run", retry_after_s=1.0)
+        self._running[tenant] += 1
+        try:
+            yield
+        finally:
+            self._running[tenant] -= 1
+            if not self._running[tenant]:
+                del self._running[tenant]
 
-        return wrapped
+    async def _write(self, context: Any, answer: Any, call: GrpcCall) -> None:
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await context.write(answer)
+        except TimeoutError:
+            # gRPC can send no status to a client that takes nothing; the call's work ends here
+            call.exchange.reason = "write_timeout"
+            raise asyncio.CancelledError from None
 
 
 class _CallRecord:
@@ -344,16 +309,12 @@ def _header(name: str, value: str | bytes) -> tuple[bytes, bytes]:
     return name.encode(), value if isinstance(value, bytes) else value.encode()
 
 
-def handler(kind: str, wrapped: Any, takes: Any) -> Any:
-    """gRPC's handler object for a method; `kind` is unary or stream."""
-    make = {
-        "unary": grpc.unary_unary_rpc_method_handler,
-        "stream": grpc.unary_stream_rpc_method_handler,
-    }[kind]
-    return make(
-        wrapped,
-        request_deserializer=takes.FromString,
-        response_serializer=lambda message: message.SerializeToString(),
+def handler(wrapped: Any) -> Any:
+    """gRPC's handler object for a method. The method gets an iterator of the client's messages, as
+    bytes, and writes its answers itself, also where there is one of them: so it decides when they
+    are read, and how long it waits for a client that does not read."""
+    return grpc.stream_stream_rpc_method_handler(
+        wrapped, response_serializer=lambda message: message.SerializeToString()
     )
 
 

@@ -290,7 +290,7 @@ class RouteTrace(_message.Message):
     def __init__(self, task_type: _Optional[str] = ..., language: _Optional[str] = ..., features: _Optional[_Mapping[str, _struct_pb2.Value]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., threshold: _Optional[float] = ..., degraded: _Optional[_Iterable[str]] = ..., timings_ms: _Optional[_Mapping[str, float]] = ..., router_version: _Optional[str] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("name", "digest", "similarity", "success", "memory", "score", "probability", "chosen", "why")
+    __slots__ = ("name", "digest", "similarity", "success", "memory", "score", "probability", "chosen", "why", "part")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SIMILARITY_FIELD_NUMBER: _ClassVar[int]
@@ -300,6 +300,7 @@ class Candidate(_message.Message):
     PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     similarity: float
@@ -309,7 +310,8 @@ class Candidate(_message.Message):
     probability: float
     chosen: bool
     why: str
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., similarity: _Optional[float] = ..., success: _Optional[float] = ..., memory: _Optional[float] = ..., score: _Optional[float] = ..., probability: _Optional[float] = ..., chosen: _Optional[bool] = ..., why: _Optional[str] = ...) -> None: ...
+    part: float
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., similarity: _Optional[float] = ..., success: _Optional[float] = ..., memory: _Optional[float] = ..., score: _Optional[float] = ..., probability: _Optional[float] = ..., chosen: _Optional[bool] = ..., why: _Optional[str] = ..., part: _Optional[float] = ...) -> None: ...
 
 class JobRequest(_message.Message):
     __slots__ = ("job_id",)
