@@ -147,6 +147,7 @@ class ActiveRequest:
             self.num_cached,
             scores,
             stored_tokens=self.num_stored,
+            at=self.clock.scheduled or 0.0,
         )
 
     def finished(self, now: float, times: TimeLedger) -> Finished:
@@ -318,7 +319,7 @@ def open_request(
 
 def _begin_constraints(request: ActiveRequest, grammars: GrammarCache) -> None:
     choices = range(request.num_choices)
-    made = {n: grammars.constraint(request.assignment, request.max_output) for n in choices}
+    made = grammars.constraints(request.assignment, request.max_output, request.num_choices)
     request.constraints = made
     job = grammars.begin(request.assignment, [(made[n], request.emitted(n)) for n in choices])
     # read `done` once: the task may end at any moment, also with an error

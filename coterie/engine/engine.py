@@ -240,6 +240,10 @@ class Engine:
             request = open_request(assignment, entry, self._pieces, self._eos_ids)
         except CoterieError as error:
             return Rejected(error.code, error.message, error.retry_after_s)
+        except Exception as error:
+            if not _is_memory_refused(error):
+                raise
+            return Rejected("unavailable", NO_MEMORY, FIRST_GUESS_S)
         self._tracker.open(request, self._outbox)
         return Admitted(self._replica)
 
@@ -418,6 +422,7 @@ class Engine:
         return (
             self._counts
             | {"grammar_s": work.waited_s, "grammar_late": float(work.num_late)}
+            | {"grammar_refused": float(work.num_refused)}
             | experts
             | adapters
             | self.graph_stats()

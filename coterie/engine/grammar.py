@@ -11,7 +11,7 @@ import atexit
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
@@ -24,7 +24,18 @@ from coterie.core.errors import InternalError
 from coterie.core.lru import LruCache
 from coterie.core.request import ResponseFormat, own_tenant
 from coterie.engine.grammar_ending import FEW, MANY, SOME, EndingFinder, EndingHints, hints_of
+from coterie.engine.grammar_time import (
+    CLOCK,
+    FREE_S,
+    FREE_START_S,
+    RequestTime,
+    TenantTimes,
+    TimeIsUp,
+    consumed,
+    follows,
+)
 from coterie.models.grammar.grammar import GrammarVocabulary
+from coterie.weights.shortage import started
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -61,12 +72,15 @@ class Constraint:
 
     __slots__ = (
         "_ending", "_ends_here", "_horizon", "_left", "_letters", "_look_at", "_matcher", "_start",
-        "_unspelt", "allowed", "error", "is_complete", "may_end", "shunned", "tenant",
+        "_unspelt", "allowed", "error", "is_complete", "may_end", "shunned", "time",
     )  # fmt: skip
 
-    def __init__(self, max_output: int, shunned: Sequence[int] = (), tenant: str = "") -> None:
-        """`shunned` tokens are allowed only if no other token is."""
-        self.shunned, self.tenant = tuple(shunned), tenant
+    def __init__(
+        self, max_output: int, shunned: Sequence[int] = (), time: RequestTime | None = None
+    ) -> None:
+        """`shunned` tokens are allowed only if no other token is. `time`: the account of the
+        request."""
+        self.shunned, self.time = tuple(shunned), time or RequestTime("")
         # bit mask of the tokens that may follow; None if the grammar has failed
         self.allowed: NDArray[np.uint32] | None = None
         # is_complete: no token may follow; may_end: the text may end after the part that was sent
@@ -108,9 +122,11 @@ class Constraint:
 
     def _advance(self, token: int) -> int:
         matcher = self._matcher
+        CLOCK.check()
         if self.error is not None or not matcher.consume_token(token):
             self._fail()
             return token
+        CLOCK.check_call()
         self._left -= 1
         self._unspelt.append(token)
         if self._ending is not None:
@@ -183,18 +199,17 @@ class Constraint:
     def _completes(self, ending: list[int]) -> bool:
         if not ending:
             return bool(self._matcher.is_accepting())
-        ended = [*ending, self._start.vocabulary.end]
-        return bool(self._matcher.validate_tokens(ended) == len(ended))
+        return follows(self._matcher, [*ending, self._start.vocabulary.end])
 
     def _find(self, effort: int) -> list[int] | None:
         """Search an ending from here that fits into the remaining tokens."""
         start, letters = self._start, self._letters
         # the newest token may still be replaced
         *kept, newest = ([*start.vocabulary.spelled(token)] for token in self._unspelt)
-        if not letters.consume_tokens([letter for spelt in kept for letter in spelt]):
+        if not consumed(letters, [letter for spelt in kept for letter in spelt]):
             return None
         self._unspelt = self._unspelt[-1:]
-        if not letters.consume_tokens(newest):
+        if not consumed(letters, newest):
             return None
         ending = start.finder.find(letters, self._left, start.hints, effort)
         letters.rollback(len(newest))
@@ -242,10 +257,13 @@ class GrammarCache:
                 words = GrammarVocabulary(self._tokenizer, self._num_ids, self._eos_ids)
                 self._parts = words, EndingFinder(words)
 
-    def constraint(self, assignment: Assignment, max_output: int) -> Constraint:
-        """A new constraint for one choice; `begin` starts it."""
+    def constraints(
+        self, assignment: Assignment, max_output: int, count: int
+    ) -> dict[int, Constraint]:
+        """New constraints for the choices of a request; `begin` starts them."""
         shunned = self._eos_ids if assignment.limits.ignore_eos else ()
-        return Constraint(max_output, shunned, own_tenant(assignment.tenant))
+        account = RequestTime(own_tenant(assignment.tenant))
+        return {n: Constraint(max_output, shunned, account) for n in range(count)}
 
     def begin(
         self, assignment: Assignment, choices: Sequence[tuple[Constraint, Sequence[int]]]
@@ -254,8 +272,11 @@ class GrammarCache:
         is the error of the task."""
         answer_format = assignment.sampling.constraint
         assert answer_format is not None
+        num_tokens = sum(len(output) for _, output in choices)
         job = GrammarTask(
-            own_tenant(assignment.tenant), partial(self._begin, answer_format, choices)
+            choices[0][0].time,
+            partial(self._begin, answer_format, choices),
+            FREE_START_S + FREE_S * num_tokens,
         )
         self.work.do([job])
         return job
@@ -291,10 +312,10 @@ MAX_END_S = 10.0
 class GrammarTask:
     """One piece of grammar work. `done` is set last."""
 
-    __slots__ = ("done", "error", "run", "tenant", "value", "waiter")
+    __slots__ = ("done", "error", "free_s", "run", "time", "value", "waiter")
 
-    def __init__(self, tenant: str, run: Callable[[], int]) -> None:
-        self.tenant, self.run = tenant, run
+    def __init__(self, time: RequestTime, run: Callable[[], int], free_s: float = FREE_S) -> None:
+        self.time, self.run, self.free_s = time, run, free_s
         self.value = 0
         self.error: Exception | None = None
         self.done = False
@@ -325,8 +346,12 @@ class _Threads:
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
-        # tasks by tenant; the tenant whose turn it is comes first
+        # tasks by tenant, the tenant that waits longest first
         self._queues: OrderedDict[str, deque[GrammarTask]] = OrderedDict()
+        # tenant -> how many of its tasks run
+        self._running: Counter[str] = Counter()
+        self._times = TenantTimes()
+        self.num_refused = 0
         self._threads: list[threading.Thread] = []
         self._is_over = False
         # set whenever a task ends
@@ -339,18 +364,18 @@ class _Threads:
                 self._start()
             for job in jobs:
                 job.waiter = waiter
-                self._queues.setdefault(job.tenant, deque()).append(job)
+                self._queues.setdefault(job.time.tenant, deque()).append(job)
             self._lock.notify(len(jobs))
         return waiter
 
     def drop(self, job: GrammarTask) -> None:
         with self._lock:
-            queue = self._queues.get(job.tenant)
+            queue = self._queues.get(job.time.tenant)
             if queue is None or job not in queue:
                 return
             queue.remove(job)
             if not queue:
-                del self._queues[job.tenant]
+                del self._queues[job.time.tenant]
 
     @property
     def num_waiting(self) -> int:
@@ -369,44 +394,65 @@ class _Threads:
             thread.join(max(until - time.monotonic(), 0.0))
 
     def _start(self) -> None:
-        # the model computes on all cores; half of them are enough for grammar work
-        count = min(max((os.cpu_count() or 1) // 2, 1), MAX_THREADS)
-        for number in range(count):
-            name = f"grammar-{number}"
-            self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
-        for thread in self._threads:
-            thread.start()
+        # the model computes on all cores; half of them are enough for grammar work. One tenant gets
+        # all but one
+        count = min(max((os.cpu_count() or 1) // 2, 2), MAX_THREADS)
+        self._threads = started(self._serve, "grammar", count)
         atexit.register(self.end)
 
     def _serve(self) -> None:
         while (job := self._next()) is not None:
-            try:
-                job.value = job.run()
-            except Exception as error:
-                job.error = error
-            except BaseException as error:
-                # a panic in native code raises no Exception; the thread must continue
-                job.error = InternalError(f"{type(error).__name__} in a grammar")
             with self._lock:
+                left_s = self._times.left_s(job.time)
+            spent_s = self._run(job, left_s)
+            with self._lock:
+                self._running[job.time.tenant] -= 1
+                self._times.charge(job.time, spent_s, CLOCK.free_s)
+                if isinstance(job.error, TimeIsUp):
+                    job.error = self._times.refusal(job.time)
+                    self.num_refused += 1
                 job.done = True
                 waiter = job.waiter
                 if waiter is not None:
                     waiter.left -= 1
                     if not waiter.left:
                         waiter.event.set()
+                # its tenant may have waited for this one
+                self._lock.notify()
             self.ended.set()
+
+    def _run(self, job: GrammarTask, left_s: float) -> float:
+        """Run a task; returns the processor time that it took."""
+        began = CLOCK.begin(max(left_s, 0.0), job.free_s)
+        try:
+            if left_s <= 0:
+                raise TimeIsUp
+            job.value = job.run()
+        except Exception as error:
+            job.error = error
+        except BaseException as error:
+            # a panic in native code raises no Exception; the thread must continue
+            job.error = InternalError(f"{type(error).__name__} in a grammar")
+        return time.thread_time() - began
 
     def _next(self) -> GrammarTask | None:
         with self._lock:
-            while not self._queues:
+            while (tenant := self._chosen()) is None:
                 if self._is_over:
                     return None
                 self._lock.wait()
-            tenant, queue = self._queues.popitem(last=False)
+            queue = self._queues.pop(tenant)
             job = queue.popleft()
             if queue:
                 self._queues[tenant] = queue
+            self._running[tenant] += 1
             return job
+
+    def _chosen(self) -> str | None:
+        """The tenant that took the least time lately, of those that have no thread too many."""
+        most = max(len(self._threads) - 1, 1)
+        free = [tenant for tenant in self._queues if self._running[tenant] < most]
+        return min(free, key=self._times.lately_s, default=None)
 
 
 _THREADS = _Threads()
@@ -420,6 +466,11 @@ class GrammarWork:
         # since start: seconds that the engine's thread waited, and tasks it did not wait for
         self.waited_s = 0.0
         self.num_late = 0
+
+    @property
+    def num_refused(self) -> int:
+        """In this process: tasks of requests or tenants that took too much time."""
+        return _THREADS.num_refused
 
     def begin_step(self) -> None:
         self._left_s = STEP_BUDGET_S

@@ -13,7 +13,13 @@ from collections.abc import Sequence as Seq
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, cast
 
-from coterie.core.errors import CoterieError, InternalError, InvalidRequest, WeightsError
+from coterie.core.errors import (
+    CoterieError,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    WeightsError,
+)
 from coterie.core.events import Delta, Event, Failed
 from coterie.core.moe import MoeUsage
 from coterie.core.sampling import value_of
@@ -165,6 +171,9 @@ class RequestTracker:
         self._schedulers[request.assignment.lane].held.remove(sequence)
         try:
             token, score = draw.finish()
+        except (InvalidRequest, Overloaded) as error:
+            # the grammar takes too much time
+            self._fail(request, events, error)
         except Exception:
             log.exception("request_broke", extra=self._fields(request))
             self._fail(request, events)

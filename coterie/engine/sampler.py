@@ -305,7 +305,7 @@ class Sampler:
         """Give each grammar its token; a grammar may replace the token. Returns the draws whose
         grammar is slow or has failed. Without `logits` none of them has logprobs."""
         jobs = [
-            GrammarTask(constraint.tenant, partial(constraint.take, tokens[index]))
+            GrammarTask(constraint.time, partial(constraint.take, tokens[index]))
             for index, constraint in zip(batch.constrained, batch.constraints, strict=True)
         ]
         self._work.do(jobs)

@@ -6,6 +6,9 @@ Each of them raises a different error; callers need one test and one typed error
 from __future__ import annotations
 
 import errno
+import mmap
+import threading
+from collections.abc import Callable
 
 import torch
 
@@ -25,3 +28,24 @@ def is_shortage(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(saying in str(error) for saying in _MESSAGES)
+
+
+# what a thread gets before it runs: its stack, and room for Python's first objects in it
+_STACK_BYTES, _FIRST_BYTES = 8 << 20, 2 << 20
+
+
+def started(work: Callable[[], None], name: str, count: int) -> list[threading.Thread]:
+    """Threads that run `work`: `count`, or as many as the system has memory for, at least one."""
+    threads: list[threading.Thread] = []
+    for _ in range(count):
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        try:
+            # Python waits for ever for a thread that dies of a shortage before its first line
+            mmap.mmap(-1, (threading.stack_size() or _STACK_BYTES) + _FIRST_BYTES).close()
+            thread.start()
+        except (RuntimeError, OSError, OverflowError, ValueError) as error:
+            if threads:
+                break
+            raise MemoryShortage(f"the system refused memory for a thread ({name})") from error
+        threads.append(thread)
+    return threads

@@ -16,6 +16,12 @@ from coterie.core.moe import AUTOMATIC, MoeResidency, MoeSettings
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
 
 Sink = Callable[[Event], None]
+# called without arguments when no worker runs a request
+OnOutage = Callable[[], None]
+
+
+def never_moved() -> None:
+    """The default of `OnOutage`: the request waits for its own replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,8 @@ class ReplicaInfo:
     graph_bytes: int = 0
     # lane -> bytes of one KV block, keys and values of every layer
     block_bytes: dict[str, int] = field(default_factory=dict)
+    # names of the CPU and the GPU that compute
+    processor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +206,16 @@ class Replica(Protocol):
     async def start(self) -> ReplicaInfo:
         """Load the model. Returns when requests can be served; raises a CoterieError otherwise."""
 
-    async def submit(self, assignment: Assignment, sink: Sink) -> Admitted | Rejected:
+    async def submit(
+        self, assignment: Assignment, sink: Sink, on_outage: OnOutage = never_moved
+    ) -> Admitted | Rejected:
         """Send a request to the engine. `sink` gets its events on the event loop's thread, from the
-        verdict until Finished or Failed. Cancelling the call aborts the request."""
+        verdict until Finished or Failed. Cancelling the call aborts the request. `on_outage` is
+        called when no worker runs the request, and again until one does: it may be moved then."""
+
+    def move(self, request_id: str, to: Replica) -> bool:
+        """Continue a request that no worker runs at another replica of the same model, after the
+        tokens that its client has. False: it stays here."""
 
     async def abort(self, request_id: str) -> None:
         """Free the request's resources. Its sink gets no further events."""

@@ -25,6 +25,7 @@ from coterie.core.moe import AUTOMATIC, MoeSettings, MoeUsage
 from coterie.core.plan import AdapterChoice, Assignment
 from coterie.core.request import Chat, Limits, Message, Prompt, Sampling, Text, Tokens
 from coterie.core.sampling import check_tokens, resolve_limits, resolve_sampling
+from coterie.moe.runtime.trace import Trace
 from coterie.weights.sources.source import resolve
 from coterie.workers.adapter_names import AdapterNames, Named
 from coterie.workers.contract import WorkerSpec
@@ -181,16 +182,17 @@ class LLM:
         return self._shared.call(self._host.moe_report)
 
     @contextmanager
-    def traced(self, path: Path) -> Iterator[None]:
-        """Record which MoE experts are used inside the `with` block, for `coterie plan --trace`."""
+    def traced(self, path: Path | None = None) -> Iterator[Trace]:
+        """Record which MoE experts are used inside the `with` block; `path` is for
+        `coterie plan --trace`."""
         experts = self._host.experts
         if experts is None:
             raise ConfigError(
                 f"{self.info.architecture} has no routed experts to trace", param="trace"
             )
-        experts.record()
-        yield
-        self._shared.call(lambda: experts.save_trace(path))
+        yield experts.record()
+        if path is not None:
+            self._shared.call(lambda: experts.save_trace(path))
 
     def __enter__(self) -> LLM:
         return self
@@ -211,9 +213,13 @@ class LLM:
         return CallOptions(sampling, limits, adapters, virtual_tokens)
 
     def _assignment(self, prompt: Prompt, call: CallOptions) -> Assignment:
-        ids = self.tokenizer.encode_prompt(prompt)
-        sampling = resolve_sampling(call.sampling, self.info.generation)
-        check_tokens(ids, sampling, self.tokenizer.vocab_size)
+        tokenizer = self.tokenizer
+        readable = tokenizer.readable(prompt, with_adapters=bool(call.adapters))
+        ids = tokenizer.encode_prompt(readable)
+        recommended = tokenizer.recommended.sampling_for(prompt)
+        generation = self.info.generation
+        sampling = resolve_sampling(call.sampling, generation, recommended=recommended)
+        check_tokens(ids, sampling, tokenizer.vocab_size)
         context = self.info.contexts[LANE]
         limits = resolve_limits(call.limits, len(ids), context, call.virtual_tokens)
         now = time.monotonic()
@@ -296,7 +302,7 @@ Events = Generator[Event | None, None, None]
 @dataclass(frozen=True, slots=True)
 class CompletionChoice:
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: list[int]
     finish_reason: str
     stop_match: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
@@ -309,7 +315,7 @@ class Completion:
     choices: tuple[CompletionChoice, ...]
     usage: Usage
     timings: Timings
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: list[int]
     # only for a mixture-of-experts model
     moe: MoeUsage | None = None
     # given by the caller, or chosen at random
@@ -320,23 +326,42 @@ class Completion:
         return self.choices[0].text
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> list[int]:
         return self.choices[0].token_ids
 
 
-class CompletionStream(Iterator[Delta]):
+@dataclass(frozen=True, slots=True)
+class CompletionDelta:
+    """New text and tokens of one choice; see `Delta`."""
+
+    choice: int
+    text: str
+    token_ids: list[int]
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: str | None
+    stop_match: str | int | None
+
+
+class CompletionStream(Iterator[CompletionDelta]):
     """An iterator of deltas; `finished` is set after the last one."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
         self.finished: Finished | None = None
 
-    def __next__(self) -> Delta:
+    def __next__(self) -> CompletionDelta:
         for event in self._events:
             if isinstance(event, Failed):
                 raise from_code(event.code, event.message)
             if isinstance(event, Delta):
-                return event
+                return CompletionDelta(
+                    event.choice,
+                    event.text,
+                    list(event.token_ids),
+                    event.logprobs,
+                    event.finish_reason,
+                    event.stop_match,
+                )
             if isinstance(event, Finished):
                 self.finished = event
         raise StopIteration
@@ -348,7 +373,7 @@ class CompletionStream(Iterator[Delta]):
 
 def collect(assignment: Assignment, events: Events) -> Completion:
     """Read all events and return the answer. Raises the error of a failed request."""
-    deltas: list[list[Delta]] = [[] for _ in range(assignment.sampling.n or 1)]
+    deltas: list[list[CompletionDelta]] = [[] for _ in range(assignment.sampling.n or 1)]
     stream = CompletionStream(events)
     for delta in stream:
         deltas[delta.choice].append(delta)
@@ -362,19 +387,19 @@ def collect(assignment: Assignment, events: Events) -> Completion:
         choices,
         end.usage,
         end.timings,
-        assignment.prompt_ids,
+        list(assignment.prompt_ids),
         end.moe,
         assignment.sampling.seed or 0,
     )
 
 
-def _choice(deltas: list[Delta], reason: str) -> CompletionChoice:
+def _choice(deltas: list[CompletionDelta], reason: str) -> CompletionChoice:
     logprobs = None
     if any(delta.logprobs is not None for delta in deltas):
         logprobs = tuple(item for delta in deltas for item in delta.logprobs or ())
     return CompletionChoice(
         text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
         finish_reason=reason,
         stop_match=deltas[-1].stop_match if deltas else None,
         logprobs=logprobs,

@@ -39,11 +39,13 @@ from coterie.models.build.moe import MoeRequirements, store_of
 from coterie.models.build.piece_graph import piece_sizes
 from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
 from coterie.moe.planner.auto import chooser, known_costs
+from coterie.moe.planner.real_runs import learn_from
 from coterie.moe.runtime.budget import TierNeeds, free_host_bytes, graph_room
 from coterie.moe.runtime.residency import residency
 from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
 from coterie.moe.runtime.setup import sizes_of
 from coterie.moe.runtime.trace import Trace
+from coterie.moe.runtime.usage import StepSampler
 from coterie.obs.log import log
 from coterie.weights.checkpoint import Checkpoint, open_checkpoint
 from coterie.weights.shortage import is_shortage
@@ -56,7 +58,7 @@ from coterie.workers.contract import (
     WorkerSpec,
 )
 from coterie.workers.device import device_of, use_threads
-from coterie.workers.warmup import HeatmapFile, heatmap_path, refine
+from coterie.workers.warmup import SAVE_EVERY_S, HeatmapFile, heatmap_path, refine
 
 if TYPE_CHECKING:
     from coterie.core.plan import AdapterChoice
@@ -215,8 +217,15 @@ def _host(
         adapters=None if adapters is None else adapters.facts,
         graph_bytes=0 if graphs is None else graphs.reserved or 0,
         block_bytes={lane.name: _block_bytes(lane, model) for lane in lanes},
+        processor=_processor(model),
     )
     return EngineHost(engine, tokenizer, info, experts, adapters)
+
+
+def _processor(model: CausalLM) -> str:
+    if model.device.type != "cuda":
+        return memory.cpu_name()
+    return f"{memory.cpu_name()}, {torch.cuda.get_device_name(model.device)}"
 
 
 class CaptureProgress:
@@ -426,6 +435,7 @@ class MoeHost:
         # of the KV that shares memory with experts
         self.block_size = BLOCK_SIZE
         self._heatmap: HeatmapFile | None = None
+        self._learnt_at = 0.0
         self.runtime: ExpertRuntime | None = None
 
     def open(self, requirements: MoeRequirements) -> ExpertRuntime:
@@ -449,7 +459,10 @@ class MoeHost:
             raise
         if self._heatmap is not None:
             runtime.heatmap = self._heatmap.live
+        if runtime.parts.device.device.type == "cpu":
+            runtime.sampler = StepSampler()
         self.runtime = runtime
+        self._learnt_at = time.monotonic()
         return runtime
 
     def _graph_room(self, store: ExpertStore, device: str) -> int:
@@ -479,10 +492,11 @@ class MoeHost:
         if self._settings.warmup == "hybrid":
             refine(engine, tokenizer, lane.name, lane.context)
 
-    def record(self) -> None:
+    def record(self) -> Trace:
         """From now on, record which experts every step uses."""
-        if self.runtime is not None:
-            self.runtime.trace = Trace(self.runtime.geometry)
+        assert self.runtime is not None
+        self.runtime.trace = trace = Trace(self.runtime.geometry)
+        return trace
 
     def save_trace(self, path: Path) -> None:
         runtime = self.runtime
@@ -509,9 +523,20 @@ class MoeHost:
     def save_if_due(self) -> None:
         if self._heatmap is not None:
             self._heatmap.save_if_due()
+        if self.runtime is not None and time.monotonic() - self._learnt_at >= SAVE_EVERY_S:
+            self._learn(self.runtime)
+
+    def _learn(self, runtime: ExpertRuntime) -> None:
+        """What real steps took corrects later plans."""
+        self._learnt_at = time.monotonic()
+        try:
+            learn_from(runtime)
+        except OSError as error:
+            log("real_steps_not_saved", level="warning", reason=str(error.strerror))
 
     def close(self) -> None:
         if self._heatmap is not None:
             self._heatmap.save()
         if self.runtime is not None:
+            self._learn(self.runtime)
             self.runtime.close()

@@ -17,7 +17,7 @@ from coterie.core.errors import InvalidRequest
 from coterie.core.events import Delta, Event, Failed, Finished, Started, Timings, Usage
 from coterie.core.plan import Admitted, Assignment, Rejected
 from coterie.obs.log import log
-from coterie.workers.contract import Sink, WorkerReport
+from coterie.workers.contract import OnOutage, Sink, WorkerReport, never_moved
 from coterie.workers.loop import VALUE_LOST
 
 # a request that was running in this many crashes is suspect and runs alone; after one more it fails
@@ -34,6 +34,7 @@ class InFlightRequest:
     sink: Sink
     verdict: asyncio.Future[Admitted | Rejected]
     emitted: list[list[int]]
+    on_outage: OnOutage = never_moved
     # choice -> finish_reason
     finished: dict[int, str] = field(default_factory=dict)
     started: Started | None = None
@@ -52,6 +53,13 @@ class InFlightRequest:
     @property
     def suspect(self) -> bool:
         return self.crashes >= SUSPECT_CRASHES
+
+    def may_move(self, *, is_silent: bool) -> bool:
+        """Whether another replica may continue it. A suspect could end that one too, so it stays.
+        `is_silent`: the worker sends nothing, and has not been seen to die."""
+        if not self.present:
+            return not self.suspect
+        return is_silent and not self.crashes and len(self.finished) < len(self.emitted)
 
     def resumed(self) -> Assignment:
         emitted = tuple(tuple(ids) for ids in self.emitted) if any(self.emitted) else ()
@@ -108,20 +116,47 @@ class InFlightRequests:
         except TimeoutError:
             log("drain_timed_out", level="warning", replica=replica, pending=len(self))
 
-    def open(self, assignment: Assignment, sink: Sink) -> asyncio.Future[Admitted | Rejected]:
+    def open(
+        self, assignment: Assignment, sink: Sink, on_outage: OnOutage = never_moved
+    ) -> asyncio.Future[Admitted | Rejected]:
         """Add a request that is being sent to the worker; the future is the worker's verdict."""
         if assignment.request_id in self._entries:
             raise InvalidRequest(f"a request with the id {assignment.request_id!r} is running")
-        loop = asyncio.get_running_loop()
-        verdict: asyncio.Future[Admitted | Rejected] = loop.create_future()
+        verdict: asyncio.Future[Admitted | Rejected] = asyncio.get_running_loop().create_future()
         emitted: list[list[int]] = [[] for _ in range(assignment.sampling.n or 1)]
-        entry = InFlightRequest(assignment, sink, verdict, emitted)
-        if assignment.deadline is not None:
-            left_s = max(0.0, assignment.deadline - time.monotonic()) + LATE_S
-            entry.alarm = loop.call_later(left_s, self._late, assignment.request_id)
-        self._entries[assignment.request_id] = entry
-        self._emptied.clear()
+        self._insert(InFlightRequest(assignment, sink, verdict, emitted, on_outage))
         return verdict
+
+    def holds(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    def offer(self, *, is_silent: bool) -> None:
+        """Tell the requests that no worker runs, so that they may be moved."""
+        for entry in list(self._entries.values()):
+            if entry.may_move(is_silent=is_silent):
+                try:
+                    entry.on_outage()
+                except Exception as error:
+                    # it waits for the next worker of this replica
+                    request_id = entry.assignment.request_id
+                    log("request_not_moved", level="error", error=error, request_id=request_id)
+
+    def release(self, request_id: str, *, is_silent: bool) -> InFlightRequest | None:
+        """Remove a request that another replica continues; None if it has to stay."""
+        entry = self._entries.get(request_id)
+        if entry is None or not entry.may_move(is_silent=is_silent):
+            return None
+        return self._remove(request_id)
+
+    def adopt(self, entry: InFlightRequest) -> None:
+        """Take over a request from another replica; `resume` returns it."""
+        if entry.present:
+            # the worker that it leaves is silent: as if that one had died
+            entry.present = False
+            entry.crashes += 1
+            entry.lost_at = time.monotonic()
+        self._insert(entry)
+        self._waiting += 1
 
     def drop(self, request_id: str) -> bool:
         """Remove a request that no one waits for. Returns whether the worker has it."""
@@ -191,7 +226,7 @@ class InFlightRequests:
             self._end(event)
         elif entry.started is None:
             entry.started = event
-            entry.started_s = _since_arrival_s(entry)
+            entry.started_s = max((event.at or time.monotonic()) - entry.assignment.arrived_at, 0.0)
             entry.sink(event)
 
     def _fail_undelivered(self, request_id: str) -> None:
@@ -269,6 +304,15 @@ class InFlightRequests:
             entry.verdict.set_result(_verdict_of(event))
         entry.sink(_whole_timings(entry, event))
 
+    def _insert(self, entry: InFlightRequest) -> None:
+        assignment = entry.assignment
+        if assignment.deadline is not None:
+            left_s = max(0.0, assignment.deadline - time.monotonic()) + LATE_S
+            loop = asyncio.get_running_loop()
+            entry.alarm = loop.call_later(left_s, self._late, assignment.request_id)
+        self._entries[assignment.request_id] = entry
+        self._emptied.clear()
+
     def _remove(self, request_id: str) -> InFlightRequest | None:
         entry = self._entries.pop(request_id, None)
         if entry is not None and entry.alarm is not None:
@@ -313,10 +357,14 @@ def _synthesised(entry: InFlightRequest) -> Finished:
     )
     total_s = _since_arrival_s(entry)
     choices = tuple(reason for _, reason in sorted(entry.finished.items()))
+    queue_s, first_s = entry.started_s if started else total_s, entry.first_token_s
     timings = Timings(
-        queue_s=entry.started_s if started else total_s,
-        first_token_s=entry.first_token_s,
+        queue_s=queue_s,
+        prefill_s=max((first_s or total_s) - queue_s, 0.0),
+        first_token_s=first_s,
+        decode_s=max(total_s - first_s, 0.0) if first_s else 0.0,
         total_s=total_s,
+        outage_s=entry.outage_s,
     )
     return Finished(entry.assignment.request_id, choices, usage, timings)
 

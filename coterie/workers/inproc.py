@@ -16,6 +16,8 @@ from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Re
 from coterie.obs.log import log
 from coterie.workers.contract import (
     AdapterLoad,
+    OnOutage,
+    Replica,
     ReplicaInfo,
     ResidencyReports,
     Sink,
@@ -23,6 +25,7 @@ from coterie.workers.contract import (
     WorkerReport,
     WorkerSpec,
     merged_states,
+    never_moved,
 )
 from coterie.workers.in_flight import InFlightRequests
 from coterie.workers.loop import first_report, serve
@@ -55,7 +58,9 @@ class InprocReplica:
         self._running = True
         return info
 
-    async def submit(self, assignment: Assignment, sink: Sink) -> Admitted | Rejected:
+    async def submit(
+        self, assignment: Assignment, sink: Sink, on_outage: OnOutage = never_moved
+    ) -> Admitted | Rejected:
         if not self.healthy():
             return Rejected("unavailable", f"replica {self.name} takes no requests", None)
         verdict = self._requests.open(assignment, sink)
@@ -65,6 +70,10 @@ class InprocReplica:
         except asyncio.CancelledError:
             await self.abort(assignment.request_id)
             raise
+
+    def move(self, request_id: str, to: Replica) -> bool:
+        # the thread of an engine is not started again: its requests have failed
+        return False
 
     async def abort(self, request_id: str) -> None:
         if self._requests.drop(request_id):

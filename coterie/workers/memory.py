@@ -1,4 +1,4 @@
-"""How many bytes and cores an engine may use on this machine.
+"""How many bytes and cores an engine may use on this machine, and what kind of cores.
 
 In a container, the cgroup's limit counts as the machine's limit.
 """
@@ -6,6 +6,7 @@ In a container, the cgroup's limit counts as the machine's limit.
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 MAX_AUTO_KV_BYTES = 2 * 10**9
@@ -18,6 +19,19 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """The same for equal processors."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    # ARM's have no name, but numbers
+    wanted = ("model name", "CPU implementer", "CPU part")
+    facts = {name.strip(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
+    known = [facts[key] for key in wanted if key in facts]
+    return " ".join([platform.machine(), *(known or [platform.processor()])])
 
 
 def available_bytes() -> int:

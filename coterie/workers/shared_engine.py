@@ -14,11 +14,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from coterie.core.errors import from_code
+from coterie.core.errors import InternalError, from_code
 from coterie.core.events import Event, Failed, Finished, Started
 from coterie.core.plan import Assignment, Rejected
+from coterie.obs.log import log
+from coterie.weights.shortage import started
 
 if TYPE_CHECKING:
     from coterie.core.plan import Admitted
@@ -32,6 +35,8 @@ class RequestInbox:
     """The events of one request that its thread has not read yet."""
 
     events: deque[Event] = field(default_factory=deque)
+    # whether the engine has taken the request
+    is_queued: bool = False
     # whether there is more to read than the start
     has_news: bool = False
     has_ended: bool = False
@@ -80,9 +85,7 @@ class SharedEngine:
         # released when there is work; the thread ends when nobody has this object any more
         self._work = threading.Semaphore(0)
         weakref.finalize(self, self._work.release).atexit = False
-        threading.Thread(
-            target=_serve, args=(weakref.ref(self), self._work), name="engine", daemon=True
-        ).start()
+        started(partial(_serve, weakref.ref(self), self._work), "engine", 1)
 
     def enter(self, assignment: Assignment) -> RequestEntry:
         """Let a request in with the next step. To be followed by `remove`."""
@@ -184,8 +187,18 @@ class SharedEngine:
                     inbox = self.inboxes.get(event.request_id)
                     if inbox is not None:
                         inbox.put(event)
+                if not self.engine.has_work():
+                    self._end_lost()
             except Exception as problem:
                 self._fail(problem)
+
+    def _end_lost(self) -> None:
+        """A request that the engine does not know any more ends, instead of waiting for ever."""
+        entering = {entry.assignment.request_id for entry in self._entering}
+        for request_id, inbox in list(self.inboxes.items()):
+            if inbox.is_queued and not inbox.has_ended and request_id not in entering:
+                log("request_lost", level="error", request_id=request_id)
+                inbox.put(Failed(request_id, InternalError.code, "the engine lost this request"))
 
     def _fail(self, problem: Exception) -> None:
         """Everybody who waits gets the problem of a step; their requests are aborted then."""
@@ -213,6 +226,7 @@ class SharedEngine:
                 full = priority
                 continue
             entry.verdict = verdict
+            entry.inbox.is_queued = not isinstance(verdict, Rejected)
             self._entering.remove(entry)
 
     def _abort(self, request_id: str) -> None:

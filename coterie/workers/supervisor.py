@@ -20,6 +20,8 @@ from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Re
 from coterie.obs.log import log
 from coterie.workers.contract import (
     AdapterLoad,
+    OnOutage,
+    Replica,
     ReplicaInfo,
     ResidencyReports,
     Sink,
@@ -27,6 +29,7 @@ from coterie.workers.contract import (
     WorkerReport,
     WorkerSpec,
     merged_states,
+    never_moved,
 )
 from coterie.workers.in_flight import InFlightRequests
 from coterie.workers.worker_process import (
@@ -41,6 +44,8 @@ MAX_FAILED_STARTS = 5
 # if the process has been silent for this long, nothing is sent to it
 SILENT_S = 5.0
 TICK_S = 1.0
+# how often requests that no worker runs are offered to other replicas
+OFFER_S = 0.25
 # time for loading on a slow and busy machine: compiling kernels, reading, quantising
 LOAD_BASE_S = 300.0
 LOAD_BYTES_PER_S = 10e6
@@ -87,6 +92,8 @@ class ProcessReplica:
         self._draining = False
         self._failures = 0
         self._silent_s = 0.0
+        # until requests that wait are offered to other replicas again
+        self._offering: asyncio.TimerHandle | None = None
         self._counts = {"failed_starts": 0.0, "silences": 0.0, "socket_folders_lost": 0.0}
 
     @property
@@ -110,13 +117,15 @@ class ProcessReplica:
         self._supervisor = asyncio.create_task(self._supervise(child), name=f"worker-{self.name}")
         return info
 
-    async def submit(self, assignment: Assignment, sink: Sink) -> Admitted | Rejected:
+    async def submit(
+        self, assignment: Assignment, sink: Sink, on_outage: OnOutage = never_moved
+    ) -> Admitted | Rejected:
         child = self._child
         if child is None or not self.healthy():
             reason = f"replica {self.name} takes no requests now"
             return Rejected("unavailable", reason, self.retry_after_s())
         self._mark_busy()
-        verdict = self._requests.open(assignment, sink)
+        verdict = self._requests.open(assignment, sink, on_outage)
         try:
             if not child.send(WorkerCommand("submit", assignment.request_id, assignment)):
                 self._requests.postpone(assignment.request_id)
@@ -129,6 +138,22 @@ class ProcessReplica:
         except asyncio.CancelledError:
             await self.abort(assignment.request_id)
             raise
+
+    def move(self, request_id: str, to: Replica) -> bool:
+        if not isinstance(to, ProcessReplica) or to is self or not to.healthy():
+            return False
+        if to._requests.holds(request_id):
+            return False
+        entry = self._requests.release(request_id, is_silent=self._is_silent)
+        if entry is None:
+            return False
+        if entry.present:
+            # if the worker is heard again, it must not go on
+            self._send(WorkerCommand("abort", request_id))
+        to._requests.adopt(entry)
+        to._hand_over()
+        log("request_moved", level="warning", request_id=request_id, replica=to.name)
+        return True
 
     async def abort(self, request_id: str) -> None:
         if self._requests.drop(request_id):
@@ -164,7 +189,7 @@ class ProcessReplica:
             return "draining"
         if self._child is None:
             return "failing" if self._failures > MAX_FAILED_STARTS else "starting"
-        if self._silent_s >= SILENT_S:
+        if self._is_silent:
             return "silent"
         return "quarantined" if self._requests.quarantined else "up"
 
@@ -184,6 +209,8 @@ class ProcessReplica:
             await asyncio.wait({supervisor})
             if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
                 log("supervisor_failed", level="error", error=error, replica=self.name)
+        if self._offering is not None:
+            self._offering.cancel()
         child, self._child = self._child, None
         if child is not None:
             await child.stop()
@@ -203,6 +230,7 @@ class ProcessReplica:
                 pending=len(self._requests), attempt=self._failures,
             )  # fmt: skip
             self._requests.crashed()
+            self._offer()
             child = await self._start_again()
 
     async def _start_again(self) -> WorkerProcess:
@@ -283,12 +311,13 @@ class ProcessReplica:
             exited.cancel()
 
     def _note_silence(self, silent_s: float) -> None:
-        was_silent = self._silent_s >= SILENT_S
+        was_silent = self._is_silent
         before_s, self._silent_s = self._silent_s, silent_s
-        if silent_s >= SILENT_S and not was_silent:
+        if self._is_silent and not was_silent:
             self._counts["silences"] += 1
             log("worker_silent", level="error", replica=self.name, wait_s=round(silent_s, 3))
-        elif was_silent and silent_s < SILENT_S:
+            self._offer()
+        elif was_silent and not self._is_silent:
             log("worker_heard_again", level="warning", replica=self.name, wait_s=round(before_s, 3))
 
     def _take(self, report: WorkerReport) -> None:
@@ -302,10 +331,25 @@ class ProcessReplica:
             self._send(WorkerCommand("abort", request_id))
         self._hand_over()
 
+    @property
+    def _is_silent(self) -> bool:
+        return self._silent_s >= SILENT_S
+
+    def _offer(self) -> None:
+        """Let other replicas take the requests that no worker runs, as long as there are some."""
+        self._offering = None
+        self._requests.offer(is_silent=self._is_silent)
+        self._offer_later()
+
+    def _offer_later(self) -> None:
+        if self._offering is None and (self._requests.waiting or self._is_silent):
+            self._offering = asyncio.get_running_loop().call_later(OFFER_S, self._offer)
+
     def _hand_over(self) -> None:
         """Send the waiting requests to the worker, as far as they may run now."""
         if not self._requests.waiting or self._child is None:
             return
+        self._offer_later()
         self._mark_busy()
         for assignment in self._requests.resume():
             if not self._send(WorkerCommand("submit", assignment.request_id, assignment)):

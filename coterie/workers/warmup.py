@@ -100,6 +100,10 @@ class HeatmapFile:
     def load(self, geometry: ExpertGeometry) -> Heatmap | None:
         """The counts of earlier runs; None if there are none that fit these experts."""
         known = self._read(geometry, self.path) or self._inherited(geometry)
+        if known is not None:
+            tokens = known.total() / max(1, geometry.top_k * len(geometry.layers))
+            reason = f"workload {self._workload}: the experts of {tokens:,.0f} tokens"
+            log("heatmap_loaded", reason=reason)
         counts = None if known is None else known.counts.copy()
         self.live = Heatmap(geometry, counts)
         self._saved = self.live.counts.copy()

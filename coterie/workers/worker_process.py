@@ -20,6 +20,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import zmq
 
 from coterie.core.errors import InternalError, Unavailable, from_code
+from coterie.core.own_folder import make_own_folder
+from coterie.core.private_files import private_folder
 from coterie.core.spawn import PIPE, AsyncProcess, environment, start
 from coterie.obs.log import log
 from coterie.weights.home import state_dir
@@ -243,10 +245,9 @@ def socket_directory() -> Path:
     """A folder that only this user can enter, with a path short enough for a socket."""
     parent = state_dir() / "run"
     if len(str(parent)) + 16 <= MAX_DIRECTORY:
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _sweep(parent)
-        return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=parent))
-    return Path(tempfile.mkdtemp(prefix="coterie-"))
+        private_folder(parent)
+        return make_own_folder(parent)
+    return make_own_folder(Path(tempfile.gettempdir()), "coterie-run-")
 
 
 def is_own_directory(directory: Path) -> bool:
@@ -267,11 +268,3 @@ def remove_directory(directory: Path) -> None:
             shutil.rmtree(directory)
     except OSError as error:
         log("run_directory_left", level="warning", error=error)
-
-
-def _sweep(parent: Path) -> None:
-    """Remove the folders of gateways that were killed."""
-    for directory in parent.iterdir():
-        owner = directory.name.partition("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
-            remove_directory(directory)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -40,6 +42,15 @@ def hostile(number: int) -> dict[str, Any]:
         "additionalProperties": False,
     }
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def ambiguous(number: int) -> str:
+    """A grammar with so many readings of each text that a token takes seconds. It begins like any
+    other, for longer than the check before admission follows it."""
+    rules = [f"a{n} ::= s s | [a-z]" for n in range(10 + number % 16)]
+    choices = " | ".join(f"a{n} s" for n in range(len(rules)))
+    lead = "".join(chr(97 + (number + n) % 26) for n in range(40))
+    return "\n".join([f'root ::= "{lead}" s', f"s ::= {choices} | [a-z]", *rules])
 
 
 def ask(server: Served, number: int, **fields: Any) -> int:
@@ -120,3 +131,72 @@ def test_hostile_patterns_stall_nobody(server: Served, count: int) -> None:
     # what was passed over is told
     told = server.get("/metrics", authorization=f"Bearer {KEYS[0]}").body.decode()
     assert 'phase="grammar"' in told and 'event="grammar_late"' in told
+
+
+def digits(number: int) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": {f"n{number}": {"type": "string", "pattern": "^[0-9]{20}$"}},
+        "required": [f"n{number}"],
+        "additionalProperties": False,
+    }
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def structured(server: Served, number: int) -> float:
+    """Seconds of the other tenant's answer in a new form, which is exact."""
+    messages = [{"role": "user", "content": f"say {number}"}]
+    body: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 60, "seed": 7}
+    body["response_format"] = digits(number)
+    begun = time.monotonic()
+    reply = server.post("/v1/chat/completions", body, authorization=f"Bearer {KEYS[1]}")
+    assert reply.status == 200, reply.body
+    assert len(json.loads(reply.json["choices"][0]["message"]["content"])[f"n{number}"]) == 20
+    return time.monotonic() - begun
+
+
+@pytest.mark.parametrize(("size", "max_tokens"), [(3000, 10), (1500, 1000)])
+def test_a_large_counted_repeat_is_followed(server: Served, size: int, max_tokens: int) -> None:
+    """To its end, or to the token limit. The search for an ending visits as many states as it may
+    and finds none, but each of them is cheap."""
+    body = {"prompt": "go", "regex": f"[a-z ]{{{size}}}", "max_tokens": max_tokens, "seed": 1}
+    reply = server.post("/v1/infer", body, authorization=f"Bearer {KEYS[1]}")
+    assert reply.status == 200, reply.body
+    text, is_whole = reply.json["text"], max_tokens > 10
+    assert reply.json["finish_reason"] == ("stop" if is_whole else "length")
+    assert re.fullmatch(f"[a-z ]{{{size}}}" if is_whole else "[a-z ]{10,200}", text), text
+
+
+def attacked(server: Served, number: int) -> tuple[int, str]:
+    body = {"prompt": "go", "grammar": ambiguous(number), "max_tokens": 100, "temperature": 1}
+    reply = server.post("/v1/infer", body, authorization=f"Bearer {KEYS[0]}")
+    return reply.status, reply.body.decode()
+
+
+def test_ambiguous_grammars_of_one_tenant_end_and_slow_nobody(server: Served) -> None:
+    """Sixteen at once. Each is refused, and the other tenant's answers are not held up."""
+    usual = min(structured(server, number) for number in range(4))
+    refused = server.metric("coterie_engine_events_total", KEYS[0], event="grammar_refused")
+    begun, stop = time.monotonic(), threading.Event()
+    with ThreadPoolExecutor(17) as pool:
+        lag = pool.submit(worst_lag, stop)
+        attacks = [pool.submit(attacked, server, number) for number in range(16)]
+        times: list[float] = []
+        while not all(one.done() for one in attacks):
+            times.append(structured(server, 100 + len(times)))
+        stop.set()
+        seconds = time.monotonic() - begun
+        statuses = [one.result() for one in attacks]
+    for status, body in statuses:
+        assert status in (400, 429), body
+        assert "too much time" in body or "too long" in body or "cannot be followed" in body, body
+    median, waited = statistics.median(times), lag.result()
+    print(
+        f"{seconds:.1f} s; usual {usual:.3f} s, {len(times)} beside it: {median:.3f}, {waited:.3f}"
+    )
+    assert seconds < 45
+    assert median < max(10 * usual, 3.0, 8 * waited)
+    assert server.metric("coterie_engine_events_total", KEYS[0], event="grammar_refused") > refused
+    # and its tenant's own ordinary grammars still run
+    assert ask(server, 1, response_format=hostile(1)) in (200, 429)
+    assert ask(server, 2, response_format=digits(2)) == 200

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -23,6 +22,7 @@ from typing import Any
 import pytest
 
 from coterie.weights.home import home
+from tests.helpers.folders import temporary_folder
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.server_process import Served, own_home
 
@@ -60,7 +60,7 @@ checks = ["json"]
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    path = own_home(Path(tempfile.mkdtemp(prefix="coterie-home-")))
+    path = own_home(temporary_folder("coterie-home-"))
     try:
         yield path
     finally:

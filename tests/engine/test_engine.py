@@ -11,6 +11,7 @@ import pytest
 
 from coterie.core.events import Delta, Failed, Finished, Started
 from coterie.core.plan import AdapterChoice, Admitted, Rejected
+from coterie.engine import active_request
 from coterie.engine.request_tracker import FAILED
 from tests.helpers.models.toy_model import (
     EOS,
@@ -39,7 +40,7 @@ def test_one_request_from_start_to_end() -> None:
     assignment = make_assignment("a", range(1, 30), max_tokens=12)
     assert isinstance(engine.add(assignment), Admitted)
     events = drain(engine)
-    assert events[0] == Started("a", "r0", 29, 0, stored_tokens=28)
+    assert events[0] == Started("a", "r0", 29, 0, stored_tokens=28, at=100.0)
     assert outputs(events)["a", 0] == true_output(assignment)
     assert texts(events)["a", 0] == ToyTokenizer().decode(true_output(assignment))
     last = events[-1]
@@ -48,13 +49,28 @@ def test_one_request_from_start_to_end() -> None:
     assert [e.finish_reason for e in events[1:-1]] == [None] * 11 + ["length"]
 
 
+def test_a_request_without_memory_for_its_lists_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    engine, assignment = make_engine(), make_assignment("a", range(1, 30), max_tokens=12)
+    with monkeypatch.context() as patch:
+        patch.setattr(active_request, "_sequence", refuse)
+        verdict = engine.add(assignment)
+    assert isinstance(verdict, Rejected)
+    assert verdict.code == "unavailable" and "memory" in verdict.reason and verdict.retry_after_s
+    # it may be tried again
+    assert isinstance(engine.add(assignment), Admitted)
+    assert outputs(drain(engine))["a", 0] == true_output(assignment)
+
+
 def test_a_prompt_of_full_blocks_stores_all_but_the_last() -> None:
     """Of 28 tokens in blocks of four the last block is computed again: 24 are found."""
     engine = make_engine()
     engine.add(make_assignment("a", range(1, 29), max_tokens=2))
-    assert drain(engine)[0] == Started("a", "r0", 28, 0, stored_tokens=24)
+    assert drain(engine)[0] == Started("a", "r0", 28, 0, stored_tokens=24, at=100.0)
     engine.add(make_assignment("b", range(1, 29), max_tokens=2))
-    assert drain(engine)[0] == Started("b", "r0", 28, 24, stored_tokens=0)
+    assert drain(engine)[0] == Started("b", "r0", 28, 24, stored_tokens=0, at=100.0)
 
 
 def test_many_requests_under_pressure() -> None:

@@ -18,6 +18,7 @@ from coterie.core.request import ResponseFormat
 from coterie.engine import grammar
 from coterie.engine.engine import Engine
 from coterie.engine.grammar import Constraint, GrammarCache, GrammarTask
+from coterie.engine.grammar_time import RequestTime
 from coterie.engine.scheduler import Scheduler
 from tests.helpers.models.toy_grammars import NESTED, REGEX, constrained, run
 from tests.helpers.models.toy_model import (
@@ -186,7 +187,7 @@ def test_one_that_breaks_takes_nobody_along(
     take = Constraint.take
 
     def breaking(self: Constraint, token: int) -> int:
-        if self.tenant == "bad":
+        if self.time.tenant == "bad":
             raise error
         return take(self, token)
 
@@ -220,7 +221,7 @@ def test_what_goes_wrong_the_moment_it_is_looked_at_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def begin(self: GrammarCache, *args: Any) -> GrammarTask:
-        job = JustDone("t", lambda: 0)
+        job = JustDone(RequestTime("t"), lambda: 0)
         job.error = InvalidRequest("the pattern cannot be enforced")
         return job
 
@@ -241,13 +242,14 @@ sys.path.insert(0, {root!r})
 from tests.helpers.models.toy_model import EOS, VOCAB, ToyTokenizer
 from coterie.core.request import ResponseFormat
 from coterie.engine.grammar import GrammarCache, GrammarTask
+from coterie.engine.grammar_time import RequestTime
 grammars = GrammarCache(ToyTokenizer(), VOCAB, [EOS])
 grammars.warm()
 def work(n):
     pattern = "(a|b)*a(a|b){{%d}}c[D-H]{{%d}}|.*X.{{7}}Y" % (9 + n % 5, n + 1)
     grammars._compile(ResponseFormat("regex", pattern))
     return 0
-grammars.work.do([GrammarTask("t", lambda n=n: work(n)) for n in range(200)])
+grammars.work.do([GrammarTask(RequestTime("t"), lambda n=n: work(n)) for n in range(200)])
 """
 
 

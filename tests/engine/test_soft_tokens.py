@@ -49,7 +49,7 @@ def test_they_are_computed_and_not_counted(step_tokens: int) -> None:
     events = drain(engine)
     assert outputs(events)["a", 0] == true_output(assignment)
     # seven soft tokens and three make two full blocks of four: one token of the text is kept
-    assert events[0] == Started("a", "r0", 3, 0, stored_tokens=1)
+    assert events[0] == Started("a", "r0", 3, 0, stored_tokens=1, at=100.0)
     usage = events[-1].usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (3, 9, 0)
     assert engine.stats()["prefill_tokens"] == 7 + 3
@@ -63,7 +63,7 @@ def test_reused_soft_tokens_are_no_cached_prompt_tokens(length: int, cached: int
     for name in "ab":
         engine.add(make_assignment(name, prompt, adapters=SOFT))
         events = drain(engine)
-    assert events[0] == Started("b", "r0", length, cached)
+    assert events[0] == Started("b", "r0", length, cached, at=100.0)
     assert isinstance(events[-1], Finished) and events[-1].usage.cached_tokens == cached
 
 

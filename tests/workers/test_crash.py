@@ -16,11 +16,12 @@ import psutil
 import pytest
 
 from coterie.core.events import Failed, Finished
-from coterie.core.plan import Assignment
+from coterie.core.plan import Admitted, Assignment
 from coterie.workers.supervisor import ProcessReplica, RestartPolicy
 from tests.helpers.serving.concurrent_requests import QUICK, eight, kill, said, until_died
 from tests.helpers.serving.worker_requests import (
     GREEDY,
+    LANE,
     SAMPLED,
     Listener,
     assign,
@@ -308,5 +309,87 @@ def test_sockets_are_private_and_removed(
         assert len((await run(replica, assign("a"))).tokens()) == 16
         await replica.close()
         assert not directory.exists()
+
+    asyncio.run(test())
+
+
+@pytest.mark.full
+def test_a_suspect_is_not_moved() -> None:
+    """Two replicas that die one after the other with the same requests: those run alone, where they
+    are, and the other replica stays free for the rest."""
+
+    async def test() -> None:
+        first, second = (ProcessReplica(tiny_spec(name), QUICK) for name in ("r0", "r1"))
+        await asyncio.gather(first.start(), second.start())
+        try:
+            undisturbed = (await run(first, assign("u", max_tokens=600))).tokens()
+            moves: list[bool] = []
+
+            def from_first() -> None:
+                moves.append(first.move("a", second))
+
+            def from_second() -> None:
+                moves.append(second.move("a", first))
+
+            listener = Listener()
+            work = assign("a", max_tokens=600)
+            assert isinstance(await first.submit(work, listener, from_first), Admitted)
+            await listener.until(more_than(5))
+            assert not first.move("a", second), "a request that runs stays"
+            await until_died(first, kill(first))
+            await listener.until(more_than(len(listener.tokens()) + 5))
+            assert moves == [True] and first.in_flight() == 0 and second.in_flight() == 1
+            # the other one dies with it: now it is a suspect
+            await until_died(second, kill(second))
+            await until_healthy(first)
+            assert not second.move("a", first) and not second.healthy()
+            assert isinstance(await listener.ended(), Finished)
+            assert listener.tokens() == undisturbed
+            assert second.stats()["requests_alone"] == 1 and first.in_flight() == 0
+            # ids are unique at a replica: one that runs there already is not replaced
+            other, again = Listener(), Listener()
+            await first.submit(assign("same", max_tokens=600), other, from_second)
+            await second.submit(assign("same", max_tokens=600), again)
+            await until_died(first, kill(first))
+            assert not first.move("same", second)
+            for one in (other, again):
+                assert isinstance(await one.ended(), Finished)
+        finally:
+            await asyncio.gather(first.close(), second.close())
+
+    asyncio.run(test())
+
+
+@pytest.mark.full
+def test_requests_leave_a_silent_worker_and_do_not_go_on_there() -> None:
+    async def test() -> None:
+        policy = replace(QUICK, hang_s=300.0)
+        first, second = (ProcessReplica(tiny_spec(name), policy) for name in ("r0", "r1"))
+        await asyncio.gather(first.start(), second.start())
+        pid = first.pid
+        assert pid is not None
+        try:
+            undisturbed = (await run(first, assign("u", max_tokens=600))).tokens()
+            listener = Listener()
+
+            def on_outage() -> None:
+                first.move("a", second)
+
+            await first.submit(assign("a", max_tokens=600), listener, on_outage)
+            await listener.until(more_than(5))
+            os.kill(pid, signal.SIGSTOP)
+            assert isinstance(await listener.ended(), Finished)
+            assert listener.tokens() == undisturbed and first.state() == "silent"
+            os.kill(pid, signal.SIGCONT)
+            await until_healthy(first)
+            # it was told to stop that request, and has its memory back
+            lane = first.lane_states()[LANE]
+            async with asyncio.timeout(30):
+                while (lane := first.lane_states()[LANE]).free_tokens < lane.total_tokens:
+                    await run(first, assign("b", max_tokens=2))
+            assert first.pid == pid and first.stats()["restarts"] == 0
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.gather(first.close(), second.close())
 
     asyncio.run(test())

@@ -16,6 +16,7 @@ import pytest
 from coterie import LLM
 from coterie.core.config import CAPTURES
 from coterie.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
+from coterie.core.request import Chat, Message
 from tests.helpers.models.tiny import tiny_checkpoint
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
@@ -33,9 +34,22 @@ def test_generate_one_or_many(llm: LLM) -> None:
     both = llm.generate(prompts, **GREEDY)
     assert both[0].text == single.text and both[0].token_ids == single.token_ids
     assert len(single.token_ids) == 12 and single.choices[0].finish_reason == "length"
-    assert both[1].prompt_token_ids == (0, 40, 41) and both[1].usage.completion_tokens == 12
+    assert both[1].prompt_token_ids == [0, 40, 41] and both[1].usage.completion_tokens == 12
     assert llm.generate([0, 40, 41], **GREEDY)[0].token_ids == both[1].token_ids
     assert llm.generate([], **GREEDY) == []
+
+
+def test_token_ids_are_lists(llm: LLM) -> None:
+    """As the tokenizer's: a tuple would equal no list."""
+    prompt = [0, 40, 41]
+    (answer,) = llm.generate(prompt, **GREEDY)
+    assert answer.prompt_token_ids == prompt
+    streamed = [delta.token_ids for delta in llm.stream(prompt, **GREEDY)]
+    assert all(type(ids) is list for ids in streamed)
+    joined = [token for ids in streamed for token in ids]
+    assert answer.token_ids == answer.choices[0].token_ids == joined
+    said = llm.chat([{"role": "user", "content": "Hello"}], **GREEDY)
+    assert said.prompt_token_ids == llm.tokenizer.encode_prompt(Chat((Message("user", "Hello"),)))
 
 
 def test_more_prompts_than_the_queue_holds(llm: LLM) -> None:
@@ -51,7 +65,7 @@ def test_chat_and_stream_agree(llm: LLM) -> None:
     answer = llm.chat(messages, **GREEDY)
     deltas = list(llm.stream(messages, **GREEDY))
     assert "".join(delta.text for delta in deltas) == answer.text
-    assert tuple(t for delta in deltas for t in delta.token_ids) == answer.token_ids
+    assert [t for delta in deltas for t in delta.token_ids] == answer.token_ids
     # an open assistant turn is continued
     opened = llm.chat([*messages, {"role": "assistant", "content": "Par"}], **GREEDY)
     assert opened.prompt_token_ids != answer.prompt_token_ids
@@ -63,8 +77,8 @@ def test_choices_logprobs_and_seeds(llm: LLM) -> None:
     assert first.choices == again.choices
     assert first.choices[0].token_ids != first.choices[1].token_ids
     assert len(first.choices[0].logprobs or ()) == 8
-    drawn = {llm.generate("abc", max_tokens=8, ignore_eos=True)[0].token_ids for _ in range(4)}
-    assert len(drawn) > 1
+    drawn = [llm.generate("abc", max_tokens=8, ignore_eos=True)[0].text for _ in range(4)]
+    assert len(set(drawn)) > 1
 
 
 def test_a_closed_stream_frees_its_blocks(llm: LLM) -> None:
@@ -80,9 +94,9 @@ def test_streams_interleave_and_threads_share(llm: LLM) -> None:
     alone = [llm.generate([0, 50 + i], **GREEDY)[0].token_ids for i in range(4)]
     first, second = llm.stream([0, 50], **GREEDY), llm.stream([0, 51], **GREEDY)
     pairs = list(zip(first, second, strict=True))
-    assert tuple(t for a, _ in pairs for t in a.token_ids) == alone[0]
-    assert tuple(t for _, b in pairs for t in b.token_ids) == alone[1]
-    found: dict[int, tuple[int, ...]] = {}
+    assert [t for a, _ in pairs for t in a.token_ids] == alone[0]
+    assert [t for _, b in pairs for t in b.token_ids] == alone[1]
+    found: dict[int, list[int]] = {}
 
     def work(index: int) -> None:
         found[index] = llm.generate([0, 50 + index], **GREEDY)[0].token_ids

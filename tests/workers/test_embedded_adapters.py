@@ -14,7 +14,7 @@ from coterie.packages.registry import AdapterRegistry
 from coterie.packages.trust import TrustStore
 from coterie.workers.adapter_names import parse
 from tests.helpers.adapters.peft_adapters import make_adapter, peft_oracle
-from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.models.tiny import CHAT_TEMPLATE, named_checkpoint, tiny_checkpoint
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 10, "ignore_eos": True}
 PROMPT = [0, 40, 41, 42, 90]
@@ -41,7 +41,7 @@ def test_a_directory_answers_as_peft_does(llm: LLM, kind: str) -> None:
     path = adapter(kind, 1)
     (answer,) = llm.generate(PROMPT, experts=[str(path)], **GREEDY)
     oracle = peft_oracle(tiny_checkpoint("llama"))
-    assert list(answer.token_ids) == oracle.greedy(PROMPT, [(path, 1.0)], 10)
+    assert answer.token_ids == oracle.greedy(PROMPT, [(path, 1.0)], 10)
     assert answer.usage.prompt_tokens == len(PROMPT)
     assert answer.token_ids != llm.generate(PROMPT, **GREEDY)[0].token_ids
 
@@ -51,9 +51,9 @@ def test_weights_stacks_and_streams(llm: LLM) -> None:
     stack = [f"{one}=0.5", (str(two), 2.0)]
     (answer,) = llm.generate(PROMPT, experts=stack, **GREEDY)
     oracle = peft_oracle(tiny_checkpoint("llama"))
-    assert list(answer.token_ids) == oracle.greedy(PROMPT, [(one, 0.5), (two, 2.0)], 10)
+    assert answer.token_ids == oracle.greedy(PROMPT, [(one, 0.5), (two, 2.0)], 10)
     streamed = [t for d in llm.stream(PROMPT, experts=stack, **GREEDY) for t in d.token_ids]
-    assert tuple(streamed) == answer.token_ids
+    assert streamed == answer.token_ids
     said = llm.chat([{"role": "user", "content": "Hello"}], experts=str(one), **GREEDY)
     assert said.text != llm.chat([{"role": "user", "content": "Hello"}], **GREEDY).text
 
@@ -62,11 +62,16 @@ def test_installed_names_and_versions(llm: LLM, home: Path) -> None:
     registry, trust = AdapterRegistry(home), TrustStore(home / "trust.json")
     for version, seed in (("1.0.0", 3), ("2.0.0", 4)):
         registry.install(
-            adapter("lora", seed), trust=trust, allow_unsigned=True, name="poet", version=version
+            adapter("lora", seed),
+            trust=trust,
+            allow_unsigned=True,
+            name="poet",
+            version=version,
+            now=True,
         )
     registry.close()
 
-    def answer(name: str) -> tuple[int, ...]:
+    def answer(name: str) -> list[int]:
         return llm.generate(PROMPT, experts=[name], **GREEDY)[0].token_ids
 
     assert answer("poet") == answer("poet@2.0.0") == answer(str(adapter("lora", 4)))
@@ -95,3 +100,16 @@ def test_names_are_read_as_they_are_written() -> None:
     for wrong in ("=1", "poet=nan", "poet=", ("poet", float("inf"))):
         with pytest.raises(InvalidRequest):
             parse(wrong)
+
+
+def test_adapters_run_without_the_cards_system_prompt(tmp_path: Path) -> None:
+    model = named_checkpoint(tmp_path / "model", "Falcon3-1B-Instruct", CHAT_TEMPLATE)
+    turns = [{"role": "user", "content": "Hello"}]
+    with LLM(str(model), dtype="fp32", threads=1, kv_bytes=8_000_000) as llm:
+        alone = llm.chat(turns, **GREEDY)
+        adapted = llm.chat(turns, experts=str(adapter("lora", 1)), **GREEDY)
+        system = {"role": "system", "content": llm.tokenizer.card_system}
+        assert alone.prompt_token_ids == llm.chat([system, *turns], **GREEDY).prompt_token_ids
+    assert llm.tokenizer.decode(adapted.prompt_token_ids, skip_special=False) == (
+        "<s><|turn|>user\nHello</s>\n<|turn|>assistant\n"
+    )

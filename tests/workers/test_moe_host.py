@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from functools import reduce
 from operator import add
@@ -17,7 +18,9 @@ from coterie.core.moe import MoeSettings, MoeUsage
 from coterie.moe.dispatch.repin import MIN_INTERVAL
 from coterie.moe.runtime.budget import ExpertSizes, TierNeeds, size_tiers
 from coterie.moe.runtime.heatmap import Heatmap
+from coterie.moe.runtime.transfer import LoadWorkers
 from coterie.moe.store.base import ExpertGeometry
+from coterie.weights.shortage import MemoryShortage
 from coterie.workers.warmup import SAVE_EVERY_S, HeatmapFile, heatmap_path
 from tests.helpers.models.tiny import tiny_checkpoint
 
@@ -51,14 +54,14 @@ def opened(model: Path, **given: Any) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def answers() -> list[tuple[int, ...]]:
+def answers() -> list[list[int]]:
     """What the model says with every expert in memory, one prompt at a time."""
     model = tiny_checkpoint("qwen3_moe")
     with opened(model, strategy="persistent", cache_capacity=LAYERS * EXPERTS) as llm:
         return [llm.generate(prompt, **GREEDY)[0].token_ids for prompt in PROMPTS]
 
 
-def test_requests_pay_for_their_own_experts(moe: Path, answers: list[tuple[int, ...]]) -> None:
+def test_requests_pay_for_their_own_experts(moe: Path, answers: list[list[int]]) -> None:
     with opened(moe) as llm:
         done = llm.generate(list(PROMPTS), **GREEDY)
         assert [one.token_ids for one in done] == answers
@@ -123,9 +126,7 @@ def test_what_is_taken_unasked_fits_what_is_free(strategy: str, kv_bytes: int) -
     assert tiers.host > 0
 
 
-def test_a_prompt_walks_through_groups_as_a_whole(
-    moe: Path, answers: list[tuple[int, ...]]
-) -> None:
+def test_a_prompt_walks_through_groups_as_a_whole(moe: Path, answers: list[list[int]]) -> None:
     options = GREEDY | {"max_tokens": 1}
 
     def standing(llm: LLM) -> tuple[float, float]:
@@ -176,6 +177,19 @@ def test_updates_are_rounds_and_not_tokens(strategy: str, moe: Path) -> None:
         both = llm.generate(list(PROMPTS[:2]), **long)
         made = llm.moe_report()["dcu_calls"] - report["dcu_calls"]  # type: ignore[index]
         assert all(made - one.moe.updates in (0, 1) for one in both if one.moe)
+
+
+def test_every_long_request_with_many_misses_has_an_update(moe: Path) -> None:
+    """Also after updates that found nothing: texts of one kind, then one that asks for others."""
+    with opened(moe, strategy="adaptive", cache_capacity=8) as llm:
+        seen = []
+        for first in (40, 90, 140, 190, 40, 240):
+            [one] = llm.generate([0, first, 41, 42, 43], **(GREEDY | {"max_tokens": 60}))
+            assert one.moe is not None
+            hits = one.moe.device_hits + one.moe.prefetch_hits
+            seen.append((1 - hits / one.moe.demands, one.moe.updates))
+    busy = [updates for misses, updates in seen if misses >= 0.4]
+    assert busy and min(busy) >= 1, seen
 
 
 def test_strategies_without_updates_make_none(moe: Path) -> None:
@@ -246,6 +260,32 @@ def test_a_heatmap_is_kept_and_found_again(moe: Path) -> None:
     with opened(moe, **(kept | {"warmup": "none"})) as llm:
         llm.generate(PROMPTS[0], **GREEDY)
     assert path.read_bytes() == written
+
+
+@pytest.mark.parametrize("strategy", ["hot_cached_static", "adaptive", "static_pin"])
+def test_a_heatmap_is_told_and_seen_in_the_first_hits(
+    strategy: str, moe: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first tokens behind a start find more experts in slots than without it."""
+    short = GREEDY | {"max_tokens": 8}
+    given = {"strategy": strategy, "cache_capacity": 8, "host_budget": "100%"}
+
+    def first_hits(warmup: str) -> float:
+        with opened(moe, warmup=warmup, **given) as llm:
+            [done] = llm.generate(PROMPTS[0], **short)
+        assert done.moe is not None
+        return done.moe.device_hits / done.moe.demands
+
+    caplog.set_level("INFO", logger="coterie")
+    with opened(moe, warmup="heatmap", **given) as llm:
+        llm.generate(PROMPTS[0], **(GREEDY | {"max_tokens": 60}))
+    assert "heatmap_loaded" not in caplog.messages
+    unknown = first_hits("none")
+    assert "heatmap_loaded" not in caplog.messages
+    known = first_hits("heatmap")
+    assert known > unknown + 0.05
+    [told] = [one for one in caplog.records if one.message == "heatmap_loaded"]
+    assert told.__dict__["reason"] == "workload default: the experts of 64 tokens"
 
 
 def test_hybrid_is_paid_before_the_first_request(moe: Path) -> None:
@@ -321,7 +361,7 @@ def faulty(moe: Path) -> Iterator[tuple[LLM, list[int]]]:
 
 
 def test_a_broken_read_costs_one_request(
-    faulty: tuple[LLM, list[int]], answers: list[tuple[int, ...]]
+    faulty: tuple[LLM, list[int]], answers: list[list[int]]
 ) -> None:
     llm, faults = faulty
     faults[0] = 1
@@ -347,7 +387,7 @@ def test_a_dense_model_takes_no_expert_settings() -> None:
         LLM(str(tiny_checkpoint("llama")), moe={"host_budget": "a lot"})
 
 
-def test_settings_may_be_a_value(moe: Path, answers: list[tuple[int, ...]]) -> None:
+def test_settings_may_be_a_value(moe: Path, answers: list[list[int]]) -> None:
     settings = MoeSettings(strategy="lru", cache_capacity=3, host_budget="0", warmup="none")
     with LLM(str(moe), dtype="fp32", threads=1, kv_bytes=2_000_000, moe=settings) as llm:
         assert llm.generate(PROMPTS[0], **GREEDY)[0].token_ids == answers[0]
@@ -372,3 +412,29 @@ def test_usages_add() -> None:
     both = one + one
     assert (both.device_hits, both.read_bytes, both.stall_s) == (2, 10, 1.0)
     assert both.demands == 8 and one.fallback_rate == 0.75 and MoeUsage().fallback_rate == 0
+
+
+@pytest.mark.parametrize("strategy", ["persistent", "layer_grouped:2", "lru", "adaptive"])
+def test_no_step_needs_a_thread_that_the_system_may_refuse(
+    strategy: str, moe: Path, answers: list[tuple[int, ...]]
+) -> None:
+    """A load that finds no thread would be waited for for ever."""
+    before = threading.stack_size()
+    with opened(moe, strategy=strategy, cache_capacity=12) as llm:
+        # no thread with such a stack can start any more
+        threading.stack_size(1 << 48)
+        try:
+            done = llm.generate(list(PROMPTS), **GREEDY)
+        finally:
+            threading.stack_size(before)
+    assert [one.token_ids for one in done] == answers
+
+
+def test_threads_that_cannot_start_are_a_typed_error() -> None:
+    before = threading.stack_size()
+    threading.stack_size(1 << 48)
+    try:
+        with pytest.raises(MemoryShortage, match="thread"):
+            LoadWorkers(4)
+    finally:
+        threading.stack_size(before)

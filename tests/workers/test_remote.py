@@ -36,6 +36,7 @@ from coterie.workers.remote import server as server_module
 from coterie.workers.remote.body import check_request, path_and_body
 from coterie.workers.remote.failure import retry_after
 from coterie.workers.remote.health import FIRST_BACKOFF_S, MAX_BACKOFF_S, RemoteHealth
+from coterie.workers.remote.places import MAX_PASSED, PlaceQueue
 from coterie.workers.remote.replica import RemoteReplica, RemoteSpec
 from coterie.workers.remote.server import key_of
 from tests.helpers.serving.http_peer import (
@@ -427,6 +428,27 @@ def test_places_are_bounded_and_given_by_priority() -> None:
                 assert answer.text == "x"
             assert order == ["first", "high", "low"]
             assert replica.lane_states()["far"].queued == 0
+
+    run(test())
+
+
+def test_a_flow_of_urgent_requests_keeps_nobody_out() -> None:
+    async def test() -> None:
+        queue = PlaceQueue(1)
+        await queue.take(5)
+        normal = asyncio.ensure_future(queue.take(5))
+        urgent = [asyncio.ensure_future(queue.take(9)) for _ in range(3)]
+        await asyncio.sleep(0)
+        for _ in range(MAX_PASSED + 1):
+            assert not normal.done()
+            queue.give_back()
+            urgent.append(asyncio.ensure_future(queue.take(9)))
+            await asyncio.sleep(0)
+        assert normal.done() and sum(one.done() for one in urgent) == MAX_PASSED
+        for one in urgent:
+            one.cancel()
+        await asyncio.sleep(0)
+        assert queue.num_waiting == 0
 
     run(test())
 

@@ -7,6 +7,7 @@ import asyncio
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -186,6 +187,22 @@ def test_whatever_lies_in_a_dead_gateways_folder_no_start_fails_of_it(
     made = socket_directory()
     assert sorted(path.name for path in run_folder.iterdir()) == sorted([made.name, "notes"])
     assert (kept / "file").exists()
+    remove_directory(made)
+
+
+def test_killed_gateways_leave_no_folders_in_the_temporary_one_either(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the home's path is too long for a socket."""
+    monkeypatch.setenv("COTERIE_HOME", str(tmp_path / ("long" * 30)))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, strange = (tmp_path / f"{name}{dead_process()}-x" for name in ("coterie-run-", "other-"))
+    living = tmp_path / f"coterie-run-{os.getpid()}-x"
+    for folder in (left, strange, living):
+        folder.mkdir()
+    made = socket_directory()
+    assert made.parent == tmp_path and made.name.startswith(f"coterie-run-{os.getpid()}-")
+    assert living.exists() and strange.exists() and not left.exists()
     remove_directory(made)
 
 

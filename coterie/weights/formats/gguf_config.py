@@ -227,6 +227,8 @@ def hf_config(file: GGUFFile, rope_factors: Sequence[float] | None = None) -> di
     config = {
         "architectures": [architecture],
         "model_type": model_type,
+        # by which models are recognised, also when the config is written to a directory
+        "_name_or_path": file.metadata.get("general.name", ""),
         "hidden_size": hidden,
         "intermediate_size": _intermediate(keys),
         "num_hidden_layers": keys.whole("block_count"),

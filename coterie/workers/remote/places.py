@@ -1,10 +1,16 @@
-"""Places for requests at a remote server: so many at once, the others wait by priority."""
+"""Places for requests at a remote server: so many at once, the others wait by priority.
+
+A steady flow of urgent requests keeps nobody out: of so many places in a row that went past the
+oldest request, the next is its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
+
+# places that go to more urgent requests before the oldest one gets its own
+MAX_PASSED = 4
 
 
 class PlaceQueue:
@@ -16,6 +22,8 @@ class PlaceQueue:
         self._order = itertools.count()
         # of the waiting ones, those that still wait
         self.num_waiting = 0
+        # places in a row that did not go to the oldest request
+        self._num_passed = 0
 
     async def take(self, priority: int) -> None:
         """Returns when the caller has a place; higher priorities first, then in order."""
@@ -23,7 +31,7 @@ class PlaceQueue:
             self._free -= 1
             return
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (-priority, next(self._order), place))
+        self._waiting.append((-priority, next(self._order), place))
         self.num_waiting += 1
         try:
             await place
@@ -36,10 +44,13 @@ class PlaceQueue:
             raise
 
     def give_back(self) -> None:
-        while self._waiting:
-            place = heapq.heappop(self._waiting)[2]
-            if not place.done():
-                self.num_waiting -= 1
-                place.set_result(None)
-                return
-        self._free += 1
+        waiting = self._waiting = [entry for entry in self._waiting if not entry[2].done()]
+        if not waiting:
+            self._free += 1
+            return
+        oldest = min(waiting, key=lambda entry: entry[1])
+        chosen = oldest if self._num_passed >= MAX_PASSED else min(waiting)
+        self._num_passed = 0 if chosen is oldest else self._num_passed + 1
+        waiting.remove(chosen)
+        self.num_waiting -= 1
+        chosen[2].set_result(None)

@@ -27,13 +27,20 @@ from coterie.core.plan import (
 )
 from coterie.core.request import own_tenant
 from coterie.obs.log import log
-from coterie.workers.contract import AdapterLoad, ReplicaInfo, Sink
+from coterie.workers.contract import (
+    AdapterLoad,
+    OnOutage,
+    Replica,
+    ReplicaInfo,
+    Sink,
+    never_moved,
+)
 from coterie.workers.remote.answer import AnswerReader
 from coterie.workers.remote.body import path_and_body
 from coterie.workers.remote.failure import RETRY_S, RemoteFailure
 from coterie.workers.remote.health import RemoteHealth
 from coterie.workers.remote.places import PlaceQueue
-from coterie.workers.remote.server import RemoteServer
+from coterie.workers.remote.server import RemoteServer, limits_of
 
 # weight of the newest answer in the moving averages
 NEWEST = 0.2
@@ -107,7 +114,9 @@ class RemoteReplica:
             generation={},
         )
 
-    async def submit(self, assignment: Assignment, sink: Sink) -> Admitted | Rejected:
+    async def submit(
+        self, assignment: Assignment, sink: Sink, on_outage: OnOutage = never_moved
+    ) -> Admitted | Rejected:
         if not isinstance(assignment, RemoteAssignment):
             raise InvalidRequest(f"{self._spec.lane} is remote: it takes text, not tokens")
         if assignment.request_id in self._open:
@@ -123,6 +132,10 @@ class RemoteReplica:
         self._emptied.clear()
         entry.task = asyncio.ensure_future(self._run(entry))
         return Admitted(self.name)
+
+    def move(self, request_id: str, to: Replica) -> bool:
+        # another server would write another answer
+        return False
 
     async def abort(self, request_id: str) -> None:
         entry = self._open.get(request_id)
@@ -275,9 +288,10 @@ class RemoteReplica:
     async def _exchange(
         self, entry: _OpenRequest, reader: AnswerReader, path: str, body: dict[str, Any]
     ) -> None:
+        limits = limits_of(entry.assignment, self._spec.settings)
         async with (
             self._traced(entry, str(body.get("model", ""))) as headers,
-            self._server.answer(path, body, headers) as answer,
+            self._server.answer(path, body, limits, headers) as answer,
             aclosing(answer.chunks()) as chunks,
         ):
             async for chunk in chunks:

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -20,14 +21,22 @@ import msgspec
 from coterie import __version__
 from coterie.core.ensemble import RemoteSettings
 from coterie.core.errors import ConfigError, InvalidRequest, MissingDependency
+from coterie.core.plan import RemoteAssignment
 from coterie.workers.remote.failure import RETRY_S, RemoteFailure, refused
 
 if TYPE_CHECKING:
     import httpx
 
+    from coterie.workers.remote.reading import SlicedStream
+
 MAX_LINE_BYTES = 1 << 20
 MAX_BODY_BYTES = 16 << 20
 MAX_FAULT_BYTES = 1 << 16
+# an answer may have so many bytes and so many pieces and lines, whatever was asked for, and so many
+# for each token; a token takes at most so many seconds
+LEAST_BYTES, TOKEN_BYTES, SCORE_BYTES = 1 << 21, 1 << 10, 1 << 8
+LEAST_PARTS, TOKEN_PARTS = 1 << 14, 16
+TOKEN_S = 1.0
 # bytes that a server sends without a chunk of its answer, as comments are, keep a connection this
 # many times as long as silence would
 STALLED = 10
@@ -36,6 +45,29 @@ CONNECT_S, PROBE_S = 10.0, 5.0
 DRAIN_S = 1.0
 IDLE_S = 30.0
 DONE = b"[DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerLimits:
+    """What the answer to one request may take."""
+
+    bytes: int
+    # pieces in which it comes, and its lines
+    parts: int
+    # from sending the request to the end of the answer
+    seconds: float
+
+
+def limits_of(assignment: RemoteAssignment, settings: RemoteSettings) -> AnswerLimits:
+    sampling, asked = assignment.sampling, assignment.limits.max_tokens
+    each = asked if assignment.is_limited and asked else settings.context
+    tokens = each * (sampling.n or 1)
+    num_scores = 0 if sampling.logprobs is None else sampling.logprobs + 1
+    return AnswerLimits(
+        bytes=LEAST_BYTES + tokens * (TOKEN_BYTES + num_scores * SCORE_BYTES),
+        parts=LEAST_PARTS + tokens * TOKEN_PARTS,
+        seconds=STALLED * settings.timeout_s + tokens * TOKEN_S,
+    )
 
 
 class RemoteServer:
@@ -76,7 +108,8 @@ class RemoteServer:
             ):
                 status, headers = it.status_code, it.headers
                 # all of it, so that the connection can be used again
-                raw = await _limited(it, MAX_LINE_BYTES)
+                _stream_of(it).allow(2 * MAX_LINE_BYTES)
+                raw = await _limited(_counted(it, LEAST_PARTS, self), MAX_LINE_BYTES)
         except TimeoutError:
             raise self._silent("a probe") from None
         except httpx.HTTPError as error:
@@ -86,24 +119,45 @@ class RemoteServer:
 
     @asynccontextmanager
     async def answer(
-        self, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
+        self,
+        path: str,
+        body: dict[str, Any],
+        limits: AnswerLimits,
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[RemoteAnswer]:
         """The answer to a request, once its status is 200. Leaving the block closes it.
         `headers`: those of a trace."""
-        import httpx
-
         try:
             content = msgspec.json.encode(body)
         except (TypeError, ValueError, RecursionError):
             raise InvalidRequest("the request holds a text that cannot be sent") from None
-        response = await self._sent(path, content, headers or {})
+        whole = asyncio.timeout(limits.seconds)
         try:
-            if response.status_code != 200:
-                raw = await _limited(response, MAX_FAULT_BYTES)
-                raise refused(response.status_code, response.headers, raw, self.name, self.key)
-            if response.headers.get("content-encoding", "identity") != "identity":
-                raise self.bad("compressed its answer, although it was told not to")
-            yield RemoteAnswer(self, response, self._settings.timeout_s)
+            async with whole, self._responding(path, content, headers or {}) as response:
+                _stream_of(response).allow(limits.bytes)
+                status = response.status_code
+                if status != 200:
+                    pieces = _counted(response, LEAST_PARTS, self)
+                    raw = await _limited(pieces, MAX_FAULT_BYTES)
+                    raise refused(status, response.headers, raw, self.name, self.key)
+                if response.headers.get("content-encoding", "identity") != "identity":
+                    raise self.bad("compressed its answer, although it was told not to")
+                yield RemoteAnswer(self, response, self._settings.timeout_s, limits)
+        except TimeoutError:
+            if not whole.expired():
+                raise
+            text = f"{self.name} did not end its answer in {limits.seconds:.0f} s"
+            raise RemoteFailure("unavailable", text, RETRY_S, kind="timeouts") from None
+
+    @asynccontextmanager
+    async def _responding(
+        self, path: str, content: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[httpx.Response]:
+        import httpx
+
+        response = await self._sent(path, content, headers)
+        try:
+            yield response
         except httpx.TimeoutException:
             raise self._silent("the answer") from None
         except httpx.HTTPError as error:
@@ -189,24 +243,36 @@ class RemoteServer:
         )
         # reading the certificates takes long, and http needs none
         verify = self._base.startswith("https:")
-        return httpx.AsyncClient(
+        # needs httpcore, which httpx brings
+        from coterie.workers.remote.reading import SlicedBackend
+
+        client = httpx.AsyncClient(
             timeout=timeout, limits=limits, verify=verify, follow_redirects=False, trust_env=verify
         )
+        # httpx has no argument for it; one transport for each proxy of the environment
+        for transport in (client._transport, *client._mounts.values()):
+            if isinstance(transport, httpx.AsyncHTTPTransport):
+                pool = transport._pool
+                pool._network_backend = SlicedBackend(pool._network_backend)
+        return client
 
 
 class RemoteAnswer:
     """An answer that has begun."""
 
-    def __init__(self, server: RemoteServer, response: httpx.Response, timeout_s: float) -> None:
+    def __init__(
+        self, server: RemoteServer, response: httpx.Response, timeout_s: float, limits: AnswerLimits
+    ) -> None:
         self._server, self._response = server, response
         self._stall_s = STALLED * timeout_s
+        self._max_parts = limits.parts
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The JSON texts of a stream, or the one of a whole body; then an empty one. Behind that
         the end of the stream is read, so that the connection can be used again."""
         kind = self._response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind == "application/json":
-            body = await _limited(self._response, MAX_BODY_BYTES + 1)
+            body = await _limited(self._pieces(), MAX_BODY_BYTES + 1)
             if len(body) > MAX_BODY_BYTES:
                 raise self._server.bad(f"sent a body of more than {MAX_BODY_BYTES} bytes")
             yield body
@@ -229,16 +295,22 @@ class RemoteAnswer:
                     async for _ in lines:
                         pass
 
+    def _pieces(self) -> AsyncGenerator[bytes, None]:
+        return _counted(self._response, self._max_parts, self._server)
+
     async def _lines(self) -> AsyncGenerator[bytes, None]:
-        pending, searched = bytearray(), 0
+        pending, searched, num_lines = bytearray(), 0, 0
         last_at = time.monotonic()
-        async for piece in self._response.aiter_raw():
+        async for piece in self._pieces():
             pending += piece
             while (end := pending.find(b"\n", searched)) >= 0:
                 line = bytes(pending[:end])
                 del pending[: end + 1]
                 searched = 0
-                if line.startswith(b"data:"):
+                num_lines += 1
+                if num_lines > self._max_parts:
+                    raise self._server.bad("sent too many lines for what was asked")
+                if line.startswith(b"data:") and len(line) > len(b"data: "):
                     last_at = time.monotonic()
                 yield line
             searched = len(pending)
@@ -250,10 +322,27 @@ class RemoteAnswer:
             yield bytes(pending)
 
 
-async def _limited(response: httpx.Response, most: int) -> bytes:
+def _stream_of(response: httpx.Response) -> SlicedStream:
+    stream: SlicedStream = response.extensions["network_stream"]
+    return stream
+
+
+async def _counted(
+    response: httpx.Response, most: int, server: RemoteServer
+) -> AsyncGenerator[bytes, None]:
+    """The pieces of a body, as the server cut them. Each costs the same, however small."""
+    num_pieces = 0
+    async for piece in response.aiter_raw():
+        num_pieces += 1
+        if num_pieces > most:
+            raise server.bad("sent its answer in too many pieces")
+        yield piece
+
+
+async def _limited(pieces: AsyncIterator[bytes], most: int) -> bytes:
     """The first `most` bytes of a body."""
     body = bytearray()
-    async for piece in response.aiter_raw():
+    async for piece in pieces:
         body += piece[: most - len(body)]
         if len(body) >= most:
             break

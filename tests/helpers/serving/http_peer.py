@@ -113,9 +113,8 @@ async def _one(peer: Peer, reader: asyncio.StreamReader, writer: asyncio.StreamW
         peer.num_left += 1
         answering.cancel()
         writer.close()
-    if not leaving.done():
-        leaving.cancel()
-        with suppress(asyncio.CancelledError):
-            await leaving
-    with suppress(asyncio.CancelledError):
+    leaving.cancel()
+    with suppress(asyncio.CancelledError, ConnectionError):
+        await leaving
+    with suppress(asyncio.CancelledError, ConnectionError):
         await answering

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -19,6 +18,7 @@ from typing import Any
 import psutil
 
 from coterie.weights.home import home
+from tests.helpers.folders import temporary_folder
 
 START_S = 90.0
 # the longest that a probe may take on a machine with other work
@@ -34,7 +34,7 @@ class Served:
         # workers that the test killed
         self.expected_deaths = 0
         self._checked = False
-        self.folder = Path(tempfile.mkdtemp(prefix="coterie-served-"))
+        self.folder = temporary_folder("coterie-served-")
         self.log_path, self.out_path = self.folder / "log", self.folder / "out"
         # a tiny model is quickest on one thread, and leaves the other cores to the test
         command = [sys.executable, "-m", "coterie", "serve", "--port", "0", "--threads", "1"]
