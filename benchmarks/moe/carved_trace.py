@@ -12,11 +12,17 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.moe.bank_replay import choices_of
+
+if TYPE_CHECKING:
+    from coterie.models.build.moe import MoeRequirements
+    from coterie.moe.runtime.runtime import ExpertRuntime
+    from coterie.moe.runtime.trace import Trace
 
 PROMPT, TEXTS = 32, 3
 
@@ -62,17 +68,49 @@ def main() -> None:
     parser.add_argument("--dtype", default="bf16")
     options = parser.parse_args()
     # whoever only reads a trace needs no model
-    from benchmarks.moe.sweep_runs import Bench
+    from coterie.models.carve.calibrate import calibration, held_out
+    from coterie.models.text.tokenizer import load_tokenizer
 
-    bench = Bench(options.model, options.dtype, PROMPT)
-    texts = [ids for ids in bench.texts if len(ids) >= 256][:TEXTS]
-    trace = bench.trace(texts, 256 - PROMPT, None)
-    heat = bench.trace(bench.known, 128, None).heatmap()
+    tokenizer = load_tokenizer(options.model)
+    held = [row.tolist() for rows in held_out(tokenizer).values() for row in rows]
+    texts = [ids for ids in held if len(ids) >= 256][:TEXTS]
+    trace = record(options.model, options.dtype, texts, 256 - PROMPT)
+    known = calibration(tokenizer, None, 8).tolist()
+    heat = record(options.model, options.dtype, known, 128).heatmap()
     top_k = trace.geometry.top_k
     chosen = choices_of(trace, top_k).astype(np.uint8)
     CarvedTrace(chosen, heat.counts.astype(np.uint32)).save(options.out)
     print(f"{chosen.shape} choices, {options.out.stat().st_size / 1e3:.0f} kB")
-    bench.model.close()
+
+
+def record(path: Path, dtype: str, texts: list[list[int]], decode: int) -> Trace:
+    """What the gates choose for these texts: a prompt, then its continuation token by token."""
+    from coterie.core.moe import MoeSettings
+    from coterie.models.base import load_model
+    from coterie.models.build.moe import store_of
+    from coterie.models.plan_inputs import SingleSequenceRun
+    from coterie.moe.runtime.runtime import open_experts
+    from coterie.moe.runtime.trace import Trace
+    from coterie.weights.checkpoint import open_checkpoint
+
+    settings = MoeSettings(strategy="cpu_only", predict="off")
+    opened: list[ExpertRuntime] = []
+
+    def experts(wanted: MoeRequirements) -> ExpertRuntime:
+        opened.append(open_experts(store_of(wanted, settings.reads), settings))
+        return opened[0]
+
+    model = load_model(open_checkpoint(path), dtype=dtype, experts=experts)
+    trace = opened[0].trace = Trace(opened[0].geometry)
+    for ids in texts:
+        solo = SingleSequenceRun(model, len(ids))
+        solo.step(ids[:PROMPT], "prefill")
+        model.take_usage()
+        for token in ids[PROMPT : PROMPT + decode]:
+            solo.step([token], "decode")
+            model.take_usage()
+    model.close()
+    return trace
 
 
 if __name__ == "__main__":

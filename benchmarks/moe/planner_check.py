@@ -7,6 +7,8 @@ used for calibration. Rounds are interleaved; the median counts.
     python -m benchmarks.moe.planner_check MODEL [--budgets 12%,25%] [--disk lru] [--json FILE]
     python3 -m benchmarks.moe.planner_check --gpu [--json FILE]    # 12 runs, random weights
     python3 -m benchmarks.moe.planner_check --gpu --smoke          # tiny, on the CPU
+    python -m benchmarks.moe.planner_check --beside 0,1,2,4 [--cases 0,5] [--json FILE]
+                                    # the choice beside so many busy loops: 12 cases, 15 minutes
 """
 
 from __future__ import annotations
@@ -202,6 +204,10 @@ def main() -> None:
         from benchmarks.moe import planner_gpu
 
         sys.exit(planner_gpu.check(args, _note))
+    if args.beside:
+        from benchmarks.moe import planner_beside
+
+        sys.exit(planner_beside.check(args, _note))
     torch.set_num_threads(args.threads or torch.get_num_threads())
     prospect = open_plan_inputs(open_checkpoint(args.model), args.dtype, args.device)
     machine = prospect.machine(again=True, say=_note)
@@ -275,6 +281,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--gpu", action="store_true", help="random weights on a CUDA device")
     parser.add_argument("--smoke", action="store_true", help="with --gpu: tiny, on the CPU")
+    parser.add_argument("--beside", default="", help="numbers of busy loops: 0,1,2,4")
+    parser.add_argument("--cases", default="", help="with --beside: numbers of cases; default: all")
+    parser.add_argument("--folder", type=Path, help="with --beside: keeps the random models")
     parser.add_argument("--layers", type=int, default=12, help="with --gpu: of the model that runs")
     parser.add_argument("--budgets", default="12%,25%,50%", help="device budgets")
     parser.add_argument("--strategies", default="", help="a comma-separated list; default: all")
@@ -291,8 +300,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--save", type=Path, default=Path("planner_prediction.json"))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if args.model is None and not args.gpu:
-        parser.error("name a model, or --gpu")
+    if args.beside:
+        # small requests: many strategies run
+        parser.set_defaults(prompt=64, decode=16, requests=2)
+        args = parser.parse_args()
+    if args.model is None and not (args.gpu or args.beside):
+        parser.error("name a model, --gpu or --beside")
     return args
 
 

@@ -209,8 +209,12 @@ def _machine(machine: Machine, profile: str) -> dict[str, Any]:
         "profile": document["profiles"][profile],
         "profile_name": profile,
         "device_path": document["device_paths"].get(profile),
+        # by how much measurements leave costs open, at most; what disturbed them
+        "spread": machine.spread(profile),
+        "disturbed": machine.disturbed(profile),
+        "real": document["real"].get(profile, {}),
     }
-    others = ("profiles", "backbones", "device_paths")
+    others = ("profiles", "backbones", "device_paths", "marks")
     return {k: v for k, v in document.items() if k not in others} | used
 
 
@@ -273,8 +277,22 @@ def _facts(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("KV", f"{nbytes(model['kv_bytes'])} reserved for {model['context']} tokens"),
         *([("graphs", f"{nbytes(graphs)} reserved for captured steps")] if graphs else []),
         ("machine", f"{machine['identity']['device']}: {', '.join(rates)}"),
+        ("measured", _certainty(document)),
         ("workload", document["workload"]),
     ]
+
+
+def _certainty(document: dict[str, Any]) -> str:
+    """How far the predictions may be off, and why."""
+    machine = document["machine"]
+    row = next(row for row in document["rows"] if _is(row, document["choice"]))
+    text = f"costs within {machine['spread']:.0%}"
+    if machine["disturbed"]:
+        text = f"costs within {machine['spread']:.0%}, disturbed: {machine['disturbed']}"
+    steps = sum(found["steps"] for found in machine["real"].values())
+    if steps:
+        text += f", corrected by {steps} steps of real runs"
+    return f"{text}; predictions within {row['decode_error']:.0%}"
 
 
 def _by_budget(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:

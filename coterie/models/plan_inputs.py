@@ -6,10 +6,11 @@ Only this module knows a checkpoint, its store and the planner's values.
 from __future__ import annotations
 
 import random
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,14 +25,16 @@ from coterie.models.base import kv_bytes_per_token, load_model, read_spec, store
 from coterie.models.build.moe import open_moe_store
 from coterie.moe.planner import machine as machine_file
 from coterie.moe.planner.cost_curve import CostCurve
-from coterie.moe.planner.machine import BackboneTimes
+from coterie.moe.planner.machine import BackboneTimes, MeasurementMark
 from coterie.moe.planner.measure import (
     ComputeTarget,
     SyntheticResidents,
+    disturbed_notice,
     ensure_measured,
     profile_name,
 )
 from coterie.moe.planner.plan import MemoryDivision, PlanCase, PlannedModel, divisions
+from coterie.moe.planner.timing import MachineUse, TimedWork, time_together
 from coterie.moe.planner.workload import (
     Workload,
     assumed_workload,
@@ -118,9 +121,9 @@ class PlanInputs:
         if not cheap or (self.profile_name in known.backbones and not again):
             return known
         say_once(f"measuring this model's attention, once, about {more_s:.0f} s")
-        known = known.with_backbone(self.profile_name, self._measure_backbone(known))
-        machine_file.save(known)
-        return known
+        return self._stored(
+            known.with_backbone(self.profile_name, *self._measure_backbone(known)), say
+        )
 
     @property
     def reads_in_place(self) -> bool:
@@ -139,12 +142,19 @@ class PlanInputs:
         opener = plan_device.slice_opener(
             self.checkpoint, self.spec.moe, self.store, self.dtype, self.device
         )
+        use = MachineUse()
         path = plan_device.measure_device_path(opener, known.device_bytes_s)
-        known = known.with_device_path(name, path)
-        machine_file.save(known)
-        return known
+        mark = MeasurementMark(time.time(), {}, use.reason())
+        return self._stored(known.with_device_path(name, path, mark), say)
 
-    def _measure_backbone(self, machine: Machine) -> BackboneTimes:
+    def _stored(self, made: Machine, say: Say | None) -> Machine:
+        """In the file, unless a sound measurement is there and this one was disturbed."""
+        kept, name = machine_file.store(made), self.profile_name
+        if say is not None and (reason := made.disturbed(name)):
+            say(disturbed_notice(reason, kept.disturbed(name)))
+        return kept
+
+    def _measure_backbone(self, machine: Machine) -> tuple[BackboneTimes, MeasurementMark]:
         model = load_backbone(self.checkpoint, self.dtype, self.device)
         try:
             return measure_backbone(model, self.store, machine.profiles[self.profile_name].host)
@@ -194,6 +204,7 @@ def backbone_bytes(checkpoint: Checkpoint, spec: ModelSpec, store: ExpertStore) 
 
 
 ROWS = (1, 16, 128)
+CONTEXT = 192
 _BLOCK = 16
 # larger than every cache
 _BANK_BYTES = 128 << 20
@@ -209,8 +220,8 @@ class NoExperts:
         self.trade: MemoryTrade | None = None
         # bytes that experts would read per layer: they evict the backbone from caches
         self.layer_bytes = 0
-        # seconds of reading those bytes, which do not belong to the backbone
-        self.read_s = 0.0
+        # when a layer's experts began and ended: what lies between two is the backbone's
+        self.times: list[float] = []
         self._bank = torch.empty(0)
         self._next = 0
         # records in the place of all experts, and what the gates chose in the last step
@@ -218,10 +229,10 @@ class NoExperts:
         self.routed: Tensor | None = None
 
     def run(self, step: ExpertStep) -> Tensor:
+        self.times.append(time.perf_counter())
         if self.layer_bytes and not step.hidden.is_cuda:
-            started = time.perf_counter()
             self._read(self.layer_bytes // 4)
-            self.read_s += time.perf_counter() - started
+        self.times.append(time.perf_counter())
         return torch.zeros_like(step.hidden)
 
     def _read(self, count: int) -> None:
@@ -319,58 +330,117 @@ def load_backbone(checkpoint: Checkpoint, dtype: str, device: str) -> CausalLM:
     return load_model(checkpoint, dtype=dtype, device=device, experts=none)
 
 
-def measure_backbone(model: CausalLM, store: ExpertStore, expert: CostCurve) -> BackboneTimes:
+def measure_backbone(
+    model: CausalLM, store: ExpertStore, expert: CostCurve
+) -> tuple[BackboneTimes, MeasurementMark]:
     """Seconds of a step by rows, with a context of a few hundred tokens. `expert`: seconds of one
     expert by its rows."""
     experts = model.experts
     assert isinstance(experts, NoExperts)
     # the bytes that a token's experts read per layer
-    experts.layer_bytes = store.geometry.top_k * store.slot_bytes
+    layer_bytes = store.geometry.top_k * store.slot_bytes
     rows = tuple(count for count in ROWS if count <= model.spec.max_positions // 2)
-    by_layer = CostCurve(rows, tuple(_of_rows(model, count, _by_layer_s) for count in rows))
-    if model.device.type != "cpu":
-        return BackboneTimes(by_layer)
-    experts.residents = SyntheticResidents(store)
-    one_call_s = _of_rows(model, 1, partial(_one_call_s, expert))
-    if experts.routed is None:
-        # not called: the model cannot run all layers in one call
-        return BackboneTimes(by_layer)
+    steps = {f"walk {count}": _WalkedStep(model, count, layer_bytes) for count in rows}
+    works = {name: step.work() for name, step in steps.items()}
+    one_call = _OneCallStep(model, SyntheticResidents(store), expert)
+    if model.device.type == "cpu":
+        works["one call"] = one_call.work()
+    report = time_together(works)
+    spread = max(each.spread for each in report.timings.values())
+    mark = MeasurementMark(time.time(), {"backbone": spread}, report.reason(works))
+    by_layer = CostCurve(rows, tuple(report.seconds(f"walk {count}") for count in rows))
+    if not one_call.was_called:
+        # the model cannot run all layers in one call
+        return BackboneTimes(by_layer), mark
+    one_call_s = max(0.0, report.seconds("one call") - one_call.experts_s)
     # one call saves the overhead of each layer, which does not grow with rows
     saved_s = by_layer.seconds[0] - one_call_s
     seconds = tuple(max(one_call_s, s - saved_s) for s in by_layer.seconds)
-    return BackboneTimes(by_layer, CostCurve(by_layer.rows, seconds))
+    return BackboneTimes(by_layer, CostCurve(by_layer.rows, seconds)), mark
 
 
-def _of_rows(
-    model: CausalLM, rows: int, step_s: Callable[[SingleSequenceRun, Sequence[int], str], float]
-) -> float:
-    repeats = {1: 16, 16: 5}.get(rows, 2)
-    run = SingleSequenceRun(model, max_tokens=rows * (repeats + 1) + 64)
-    phase = "decode" if rows == 1 else "prefill"
-    draw = random.Random(rows)
-    times = []
-    for _ in range(repeats + 1):
-        times.append(step_s(run, [draw.randrange(model.spec.vocab) for _ in range(rows)], phase))
-    # the first warms up; the lower quartile, as other processes make some times too long
-    return sorted(times[1:])[(repeats - 1) // 4]
+class _WalkedStep:
+    """A step of so many rows layer by layer, always behind the same context."""
+
+    def __init__(self, model: CausalLM, rows: int, layer_bytes: int) -> None:
+        assert isinstance(model.experts, NoExperts)
+        self.experts, self._rows, self._layer_bytes = model.experts, rows, layer_bytes
+        self._before = min(CONTEXT, model.spec.max_positions // 2)
+        self._run = SingleSequenceRun(model, max_tokens=self._before + rows)
+        self._draw = random.Random(rows)
+        self._take(self._before, "prefill")
+
+    def _take(self, rows: int, phase: str) -> None:
+        vocab = self._run.model.spec.vocab
+        self._run.step([self._draw.randrange(vocab) for _ in range(rows)], phase)
+
+    def step(self) -> None:
+        self._run.length = self._before
+        self._take(self._rows, "decode" if self._rows == 1 else "prefill")
+
+    def _parts(self) -> Sequence[float]:
+        """Those before, between and after the layers' experts."""
+        experts = self.experts
+        experts.residents, experts.times, experts.layer_bytes = None, [], self._layer_bytes
+        started = time.perf_counter()
+        self.step()
+        times = [started, *experts.times, time.perf_counter()]
+        return [end - begin for begin, end in zip(times[::2], times[1::2], strict=True)]
+
+    def _on_one(self) -> None:
+        self.experts.residents, self.experts.layer_bytes = None, 0
+        with _one_thread():
+            self.step()
+
+    def work(self) -> TimedWork:
+        return TimedWork(self._parts, threads=torch.get_num_threads(), on_one=self._on_one)
 
 
-def _by_layer_s(run: SingleSequenceRun, tokens: Sequence[int], phase: str) -> float:
-    experts = run.model.experts
-    assert isinstance(experts, NoExperts)
-    before = experts.read_s
-    return run.step(tokens, phase) - (experts.read_s - before)
+class _OneCallStep(_WalkedStep):
+    """A decode step that runs all layers in one call, where the model can. Its experts' time is
+    estimated as in a plan."""
+
+    def __init__(self, model: CausalLM, residents: SyntheticResidents, expert: CostCurve) -> None:
+        super().__init__(model, 1, 0)
+        self._residents, self._expert = residents, expert
+        self._experts_s: list[float] = []
+
+    def _ready(self) -> None:
+        self._residents.rotate()
+        self.experts.residents, self.experts.routed = self._residents, None
+
+    def _count(self) -> Sequence[float]:
+        started = time.perf_counter()
+        self.step()
+        seconds = time.perf_counter() - started
+        if self.experts.routed is not None:
+            demands = count_demands(self.experts.routed.numpy(), self.experts.geometry.num_experts)
+            self._experts_s.append(sum(self._expert.at(int(n)) for n in demands[demands > 0]))
+        return (seconds,)
+
+    def _alone(self) -> None:
+        with _one_thread():
+            self.step()
+
+    @property
+    def was_called(self) -> bool:
+        return bool(self._experts_s)
+
+    @property
+    def experts_s(self) -> float:
+        return statistics.median(self._experts_s)
+
+    def work(self) -> TimedWork:
+        self._ready()
+        threads = torch.get_num_threads()
+        return TimedWork(self._count, prepare=self._ready, threads=threads, on_one=self._alone)
 
 
-def _one_call_s(
-    expert: CostCurve, run: SingleSequenceRun, tokens: Sequence[int], phase: str
-) -> float:
-    """The seconds of a step without its experts, whose time is estimated as in a plan."""
-    experts = run.model.experts
-    assert isinstance(experts, NoExperts) and experts.residents is not None
-    experts.residents.rotate()
-    seconds = run.step(tokens, phase)
-    if experts.routed is None:
-        return seconds
-    rows = count_demands(experts.routed.numpy(), experts.geometry.num_experts)
-    return max(0.0, seconds - sum(expert.at(int(count)) for count in rows[rows > 0]))
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -11,10 +11,7 @@ from benchmarks.dense.cpu import System, table
 from benchmarks.limits import disk_bandwidth
 from benchmarks.moe import cpu as moe_cpu
 from benchmarks.moe import disk as moe_disk
-from benchmarks.moe import dispatch_sweep, dwr, random_moe, sweep_tables
-from coterie.moe.dispatch.base import Demand
-from coterie.moe.runtime.trace import Trace
-from coterie.moe.store.base import ExpertGeometry
+from benchmarks.moe import random_moe
 
 
 def test_one_token_reads_what_was_published() -> None:
@@ -48,53 +45,3 @@ def test_disk_limit_is_bandwidth_over_the_run_s_own_misses() -> None:
 def test_disk_bandwidth_reads_the_files(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(1 << 20))
     assert disk_bandwidth([tmp_path / "a"], 8192, depth=2, total_bytes=1 << 20) > 0
-
-
-def test_dwr_table_stands_beside_the_published_figures() -> None:
-    run = dwr.Run(120.0, 0.981, 745.0, 0.1, 222.0, 806.0)
-    text = dwr.table({dwr.Case("cpu", 96): run, dwr.Case("cpu", 7): run})
-    assert "| cpu | 96 | 222 + 806 | 98.1% | 120.0 | 745 | 1000 | 97.6% | 10.0 |" in text
-    assert "| cpu | 7 | 222 + 806 | 98.1% | 120.0 | 745 | - | - | - |" in text
-    assert "random weights" in dwr.origin(Path("nowhere"))
-
-
-def test_sweep_replays_every_strategy_beside_the_optimum() -> None:
-    geometry = ExpertGeometry(layers=(0, 1), num_experts=8, top_k=2)
-    trace = Trace(geometry)
-    for step in range(40):
-        for layer in geometry.layers:
-            pair = (step % 3, 3 + step % 5)
-            trace.record(Demand(layer, "decode" if step else "prefill", pair, (1, 1)))
-        trace.end_step()
-    picked = dispatch_sweep.decode_only(trace)
-    assert len(picked.steps) == 39
-    names = ["lru", "static_pin", "adaptive"]
-    found = dispatch_sweep.replays(picked, picked.heatmap(), names, [1, 4, 16])
-    for slots in (1, 4, 16):
-        best = found[sweep_tables.Case("belady", slots, "off")].hit_rate
-        for name in names:
-            assert found[sweep_tables.Case(name, slots, "off")].hit_rate <= best + 1e-9
-    text = sweep_tables.table(found, geometry.total, "hits")
-    # adaptive alone heeds predictions
-    assert text.count("\n") == 2 + 1 + len(names)
-    said = sweep_tables.hit_verdict(found, geometry.total)
-    assert len(said) == 2 and all("adaptive" in line for line in said)
-
-
-def test_sweep_compares_speeds_with_the_best_other() -> None:
-    speeds = {"lru": 8.0, "cpu_only": 10.0, "adaptive": 9.6}
-    found = {
-        sweep_tables.Case(name, 4, "off"): sweep_tables.Result(0.0, 0.0, tok_s=speed)
-        for name, speed in speeds.items()
-    }
-    found[sweep_tables.Case("adaptive", 4, "prefetch")] = sweep_tables.Result(0, 0, tok_s=5.0)
-    (line,) = sweep_tables.speed_verdict(found)
-    assert "best other cpu_only 10.0: 96% (holds), with prediction 50%" in line
-
-
-def test_sweep_capacities() -> None:
-    assert [dispatch_sweep.slots_of(text, 1920) for text in ("1", "12.5%", "100%")] == [
-        1,
-        240,
-        1920,
-    ]

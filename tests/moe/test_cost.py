@@ -9,17 +9,15 @@ import pytest
 from coterie.moe.dispatch.base import Demand, Wave
 from coterie.moe.dispatch.table import STRATEGIES
 from coterie.moe.planner.cost_curve import CostCurve
-from coterie.moe.planner.machine import (
-    BackboneTimes,
+from coterie.moe.planner.machine import BackboneTimes, Machine, TransferCost
+from coterie.moe.planner.simulate import ReplaySetup, forecast, optimum, replay
+from coterie.moe.planner.step_costs import (
     CostModel,
-    Machine,
     PhaseForecast,
     SimulatedHostTier,
-    TransferCost,
     WaveCounts,
     wave_counts,
 )
-from coterie.moe.planner.simulate import ReplaySetup, forecast, optimum, replay
 from coterie.moe.planner.workload import Workload
 from coterie.moe.runtime.budget import TierSlots
 from coterie.moe.runtime.trace import Trace

@@ -15,7 +15,7 @@ from coterie.moe.planner import machine as machine_file
 from coterie.moe.planner.advice import advise, with_smaller_experts
 from coterie.moe.planner.cost_curve import CostCurve
 from coterie.moe.planner.device_simulation import DeviceSimulation
-from coterie.moe.planner.machine import Machine, PhaseForecast
+from coterie.moe.planner.machine import Machine
 from coterie.moe.planner.plan import (
     MemoryDivision,
     PlanCase,
@@ -26,6 +26,7 @@ from coterie.moe.planner.plan import (
     plan,
 )
 from coterie.moe.planner.simulate import BELADY, forecast
+from coterie.moe.planner.step_costs import PhaseForecast
 from coterie.moe.planner.workload import Workload, workload_from_heatmap
 from coterie.moe.runtime.budget import ExpertSizes, TierSlots
 from coterie.moe.runtime.heatmap import Heatmap

@@ -19,7 +19,7 @@ from coterie.moe.dispatch.base import Demand, StrategyContext
 from coterie.moe.dispatch.hot_cached_static import spread_evenly
 from coterie.moe.planner.device_path import path_from_json
 from coterie.moe.planner.device_simulation import DeviceSetup, DeviceSimulation
-from coterie.moe.planner.machine import PhaseForecast
+from coterie.moe.planner.step_costs import PhaseForecast
 from coterie.moe.planner.workload import Workload
 from coterie.moe.runtime.heatmap import Heatmap
 from coterie.moe.runtime.slot_map import SlotMap

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,17 @@ from coterie.core.errors import ConfigError
 from coterie.core.moe import MoeSettings
 from coterie.moe.dispatch.table import STRATEGIES
 from coterie.moe.planner import workload
+from coterie.moe.planner.machine import (
+    MACHINE,
+    MODEL_ERROR,
+    MeasurementMark,
+    RealRatio,
+    backbone_mark,
+    profile_mark,
+)
 from coterie.moe.planner.plan import (
     MemoryDivision,
+    PlanCase,
     PlanRow,
     as_json,
     choose,
@@ -59,6 +69,97 @@ def test_among_equals_the_smallest_and_plainest_wins_and_belady_never() -> None:
         row("cpu_only", 100, 10, size=3),
     ]
     assert pick(rows).strategy == "cpu_only"
+
+
+def test_the_best_worst_case_wins_where_predictions_overlap() -> None:
+    sure = replace(row("lru", 100, 50), decode_spread=0.02)
+    vague = replace(row("adaptive", 100, 60), decode_spread=0.5)
+    assert pick([sure, vague]).strategy == "lru"
+    # where they do not overlap the faster one wins
+    assert pick([sure, replace(vague, decode_tokens_s=90.0)]).strategy == "adaptive"
+    # prompts that the measurements cannot tell apart do not decide
+    near = replace(row("chunked", 100, 10), prefill_spread=0.2)
+    slower = replace(row("lru", 95, 50), prefill_spread=0.2)
+    assert pick([near, slower]).strategy == "lru"
+    assert pick([row("chunked", 100, 10), row("lru", 95, 50)]).strategy == "chunked"
+
+
+def spread_case(spreads: dict[str, float]) -> PlanCase:
+    mark = MeasurementMark(time.time(), spreads)
+    parts = (MACHINE, profile_mark("p"), backbone_mark("p"))
+    return case(marks=dict.fromkeys(parts, mark))
+
+
+def test_rows_carry_what_measurements_leave_open() -> None:
+    way = MemoryDivision(MoeSettings(cache_capacity=8, host_budget="25%"), needs())
+    rows = {}
+    for name, spreads in (("exact", {}), ("disk", {"read": 0.5}), ("run", {"run": 0.5})):
+        made = forecast_row(spread_case(spreads), way, "lru")
+        assert made is not None
+        rows[name] = made
+    assert rows["exact"].decode_spread == 0.0
+    assert rows["exact"].decode_error == pytest.approx(MODEL_ERROR)
+    # most of this row's time is reading
+    assert 0.2 < rows["disk"].decode_spread <= 0.5
+    assert rows["run"].decode_spread < rows["disk"].decode_spread
+    assert rows["disk"].decode_error == pytest.approx(MODEL_ERROR + rows["disk"].decode_spread)
+    assert "±" in pick([rows["disk"]]).reason
+    assert rows["disk"].decode_tokens_s == rows["exact"].decode_tokens_s
+
+
+@pytest.mark.parametrize(
+    "host", ["25%", *(pytest.param(each, marks=pytest.mark.full) for each in ("0B", "50%", "100%"))]
+)
+def test_costs_in_error_within_their_spread_do_not_change_the_choice_by_much(host: str) -> None:
+    """The machine's figures are perturbed as a disturbed measurement would do it; what is chosen is
+    judged on the true machine."""
+    draw, true = random.Random(5), case()
+    ways = divisions(MoeSettings(device_budget="25%", host_budget=host), needs())
+    rows = {r.strategy: r for r in plan(true, ways) if r.strategy != BELADY}
+    fastest = max(r.prefill_tokens_s for r in rows.values())
+    for _ in range(3):
+        spreads = {kind: draw.choice((0.05, 0.1, 0.2)) for kind in ("read", "link", "run")}
+        chosen = rows[choose(_perturbed(true, spreads, draw), ways).strategy]
+        assert chosen.prefill_tokens_s >= 0.85 * fastest, spreads
+        rivals = [
+            r.decode_tokens_s
+            for r in rows.values()
+            if r.prefill_tokens_s >= 0.97 * chosen.prefill_tokens_s
+        ]
+        assert chosen.decode_tokens_s >= 0.85 * max(rivals), spreads
+
+
+def _perturbed(true: PlanCase, spreads: dict[str, float], draw: random.Random) -> PlanCase:
+    def off(kind: str) -> float:
+        return (1 + spreads[kind]) ** draw.uniform(-1, 1)
+
+    mark = MeasurementMark(time.time(), spreads)
+    record, run = true.machine.profiles["p"], off("run")
+    changed = replace(
+        record,
+        read=record.read.scaled(off("read")),
+        link=record.link.scaled(off("link")),
+        host=record.host.scaled(run),
+        device=record.device.scaled(run),
+    )
+    return replace(true, machine=true.machine.with_profile("p", changed, mark))
+
+
+def test_real_steps_correct_what_is_predicted() -> None:
+    way = MemoryDivision(MoeSettings(cache_capacity=8, host_budget="25%"), needs())
+    usual = forecast_row(case(), way, "lru")
+    slower = case()
+    found = {"from disk": RealRatio(1.5, 0.08, 40), "in memory": RealRatio(1.5, 0.08, 40)}
+    slower = replace(slower, machine=slower.machine.with_real("p", found))  # type: ignore[arg-type]
+    corrected = forecast_row(slower, way, "lru")
+    assert usual is not None and corrected is not None
+    assert corrected.decode_tokens_s == pytest.approx(usual.decode_tokens_s / 1.5)
+    assert corrected.decode_error == pytest.approx(0.08) and usual.decode_error == MODEL_ERROR
+    assert corrected.prefill_tokens_s == usual.prefill_tokens_s
+    # no step is predicted faster than its bytes allow
+    faster = slower.machine.with_real("p", {"from disk": RealRatio(0.1, 0.08, 400)})
+    best = forecast_row(replace(slower, machine=faster), way, "lru")
+    assert best is not None and best.decode_share <= 1.0 + 1e-9
 
 
 def test_budgets_that_hold_nothing_are_told() -> None:

@@ -18,7 +18,9 @@ from coterie.moe.dispatch.repin import (
     MAX_INTERVAL,
     MIN_BUDGET,
     MIN_INTERVAL,
+    UpdateTimer,
     choose_schedule,
+    longest_interval,
 )
 from coterie.moe.dispatch.table import (
     STRATEGIES,
@@ -302,3 +304,37 @@ def test_updates_follow_misses_and_streaks_within_bounds(low: float, high: float
     assert hot.interval <= calm.interval and hot.budget >= calm.budget
     idle = choose_schedule(high, s + 1)
     assert idle.interval >= hot.interval and idle.budget <= hot.budget
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.25, 0.44, 0.6, 1.0])
+def test_updates_that_find_nothing_still_come_where_many_experts_miss(rate: float) -> None:
+    """As often as docs/dispatch.md says, however long they have found nothing."""
+    timer, gaps, last = UpdateTimer(), [], 0
+    for token in range(1, 1000):
+        timer.count(100, round(100 * rate))
+        if timer.due():
+            timer.done(0)
+            gaps.append(token - last)
+            last = token
+    assert max(gaps) == gaps[-1] == round(longest_interval(rate))
+    assert MIN_INTERVAL <= longest_interval(rate) <= MAX_INTERVAL
+
+
+def test_an_update_comes_earlier_once_more_experts_miss() -> None:
+    timer = UpdateTimer()
+    for _ in range(1000):
+        timer.count(100, 0)
+        if timer.due():
+            timer.done(0)
+    assert timer.schedule.interval == MAX_INTERVAL
+    timer.done(0)
+    calm = 20
+    for _ in range(calm):
+        timer.count(100, 0)
+        assert not timer.due()
+    tokens = 1
+    timer.count(100, 100)
+    while not timer.due():
+        timer.count(100, 100)
+        tokens += 1
+    assert tokens <= longest_interval(0.5)

@@ -17,7 +17,7 @@ from coterie.moe.dispatch.table import (
     parse_strategy,
     resolve_strategy,
 )
-from coterie.moe.planner.measure import ZeroExpertStore
+from coterie.moe.planner.overhead import ZeroExpertStore
 from coterie.moe.planner.plan import MemoryDivision
 from coterie.moe.runtime.budget import ExpertSizes, TierNeeds, TierSlots
 from coterie.moe.runtime.runtime import open_experts

@@ -73,7 +73,7 @@ class CarvedDirectory:
         _dump(self._draft / INDEX, index)
         _dump(self._draft / "config.json", self._config())
         _dump(self._draft / "carve.json", {**asdict(self._carving), **notes})
-        _write_tokenizer(self._checkpoint, self._draft)
+        write_tokenizer(self._checkpoint, self._draft)
         self._draft.rename(self._out)
 
     def _cut(self, stem: str, cut: LayerCut) -> Iterator[tuple[str, Tensor]]:
@@ -115,7 +115,7 @@ def _dump(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_tokenizer(checkpoint: Checkpoint, target: Path) -> None:
+def write_tokenizer(checkpoint: Checkpoint, target: Path) -> None:
     """A GGUF file's is rebuilt; a directory's files are copied."""
     source = checkpoint.path
     if source.is_dir():

@@ -138,13 +138,20 @@ def choose_schedule(miss_rate: float, idle_streak: int) -> UpdateSchedule:
     budget = MAX_BUDGET * heat
     factor = 2.0 ** min(max(idle_streak, -3), 5)
     return UpdateSchedule(
-        interval=round(min(max(interval * factor, MIN_INTERVAL), MAX_INTERVAL)),
+        interval=round(min(max(interval * factor, MIN_INTERVAL), longest_interval(heat))),
         budget=round(min(max(budget / factor, MIN_BUDGET), MAX_BUDGET)),
     )
 
 
+def longest_interval(miss_rate: float) -> float:
+    """Tokens between updates that find nothing. Where many experts miss, a change of the text is
+    worth finding early: 128 tokens if nothing misses, 72 at a quarter, 32 at a half."""
+    return max(MAX_INTERVAL * (1.0 - miss_rate) ** 2, MIN_INTERVAL)
+
+
 class UpdateTimer:
-    """Counts tokens and demands between updates, and chooses the next schedule from them."""
+    """Counts tokens and demands since the last update. The schedule follows the misses seen since
+    then, so that the next update comes earlier once the text changes."""
 
     def __init__(self) -> None:
         self.schedule = choose_schedule(1.0, 0)
@@ -159,6 +166,8 @@ class UpdateTimer:
     def due(self) -> bool:
         """Call it once for each token. Whether an update is due."""
         self._tokens += 1
+        if self._demands and self._tokens >= MIN_INTERVAL:
+            self.schedule = choose_schedule(self._misses / self._demands, self._streak)
         return self._tokens >= self.schedule.interval
 
     def done(self, swaps: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from coterie.moe.planner.machine import BackboneTimes, Machine, RecordProfile, TransferCost
+from coterie.moe.planner.machine import BackboneTimes, Machine, RecordProfile
 from coterie.moe.planner.plan import (
     QUICK,
     MemoryDivision,
@@ -148,8 +148,8 @@ def with_smaller_experts(case: PlanCase, kind: str, share: float) -> PlanCase:
         replace(
             profile,
             record_bytes=int(profile.record_bytes * share),
-            read=_move(profile.read, share),
-            link=_move(profile.link, share),
+            read=profile.read.scaled(share),
+            link=profile.link.scaled(share),
             host=profile.host.scaled(share),
             device=profile.device.scaled(share),
         ),
@@ -186,8 +186,8 @@ def _faster_parts(case: PlanCase) -> Iterator[tuple[str, FasterMachine]]:
         return made
 
     times = backbone_times(case.model, machine)
-    half = BackboneTimes(times.walk.scaled(0.5), times.express and times.express.scaled(0.5))
-    yield "the disk", FasterMachine(changed(replace(profile, read=_move(profile.read, 0.5))))
+    half = times.scaled(0.5)
+    yield "the disk", FasterMachine(changed(replace(profile, read=profile.read.scaled(0.5))))
     host = replace(profile, host=profile.host.scaled(0.5), host_call_s=profile.host_call_s / 2)
     device = replace(
         profile, device=profile.device.scaled(0.5), device_call_s=profile.device_call_s / 2
@@ -196,14 +196,10 @@ def _faster_parts(case: PlanCase) -> Iterator[tuple[str, FasterMachine]]:
         both = replace(host, device=device.device, device_call_s=device.device_call_s)
         yield "the CPU with its RAM", FasterMachine(changed(both), half)
         return
-    link = replace(profile, link=_move(profile.link, 0.5))
+    link = replace(profile, link=profile.link.scaled(0.5))
     yield "the link between RAM and GPU", FasterMachine(changed(link, link=2.0))
     yield "the CPU with its RAM", FasterMachine(changed(host, cpu=2.0))
     yield "the GPU itself", FasterMachine(changed(device, device=2.0), half)
-
-
-def _move(cost: TransferCost, share: float) -> TransferCost:
-    return TransferCost(cost.each_s * share, cost.alone_s * share, cost.core_s * share)
 
 
 def _size(nbytes: float) -> str:

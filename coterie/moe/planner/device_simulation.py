@@ -28,7 +28,7 @@ from coterie.moe.runtime.travel import READ_ROWS, ExpertChances, LinkRates
 
 if TYPE_CHECKING:
     from coterie.moe.dispatch.base import ExpertCosts
-    from coterie.moe.planner.machine import PhaseForecast
+    from coterie.moe.planner.step_costs import PhaseForecast
     from coterie.moe.runtime.trace import LayerVisit, TraceStep
     from coterie.moe.store.base import ExpertGeometry, Key
 

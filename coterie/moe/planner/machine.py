@@ -1,8 +1,10 @@
 """The measured speeds of this machine, as values, kept in a file between runs.
 
 There is one file per machine (CPU, cores, device, torch, kernels) in the state folder. It has what
-was measured once for the machine and once per kind of expert record. This module measures nothing
-(measure.py does) and knows no strategy. It does not import torch, so that planning starts fast.
+was measured once for the machine and once per kind of expert record, a mark for each of these parts
+(how far the true values may be away, what disturbed the measurement), and what real runs took
+against their prediction. This module measures nothing (measure.py does) and knows no strategy. It
+does not import torch, so that planning starts fast.
 """
 
 from __future__ import annotations
@@ -11,22 +13,30 @@ import hashlib
 import json
 import os
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from coterie.moe.dispatch.base import Demand, ExpertCosts, Wave
+from coterie.moe.dispatch.base import ExpertCosts
 from coterie.moe.planner.cost_curve import CostCurve
 from coterie.moe.planner.device_path import DevicePath, path_from_json
-from coterie.moe.store.base import Key
 from coterie.weights.home import state_dir
 
 # with a file of another version the machine is measured again
-VERSION = 5
-# machines change (other processes start, a disk fills): after this time, measure again
+VERSION = 6
+# machines change (a disk fills, memory is added): after this time, measure again
 STALE_AFTER_S = 30 * 24 * 3600.0
+# a measurement that other processes disturbed is used for this long, and only if there is no other
+DISTURBED_FOR_S = 1800.0
+# before real runs have shown more: predictions are off by this share
+MODEL_ERROR, LEAST_ERROR = 0.25, 0.05
+# a real run corrects a prediction by no more than these factors
+LEAST_RATIO, MOST_RATIO = 0.5, 2.0
+# the kinds of decode steps that are corrected: all layers in one call; layer by layer with all
+# experts in memory; with reads from disk
+StepKind = Literal["one call", "in memory", "from disk"]
+STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,9 @@ class TransferCost:
     # processor time per record: on a CPU the computing threads lose it
     core_s: float = 0.0
 
+    def scaled(self, factor: float) -> TransferCost:
+        return TransferCost(self.each_s * factor, self.alone_s * factor, self.core_s * factor)
+
 
 @dataclass(frozen=True, slots=True)
 class RecordProfile:
@@ -76,6 +89,20 @@ class RecordProfile:
         link, read = self.link.each_s, self.read.each_s
         return ExpertCosts(link, self.device.at(1), self.host.at(1), read)
 
+    def slowed(self, mark: MeasurementMark) -> RecordProfile:
+        """With every cost as large as `mark` allows."""
+        run = 1 + mark.spread("run")
+        return replace(
+            self,
+            read=self.read.scaled(1 + mark.spread("read")),
+            link=self.link.scaled(1 + mark.spread("link")),
+            host=self.host.scaled(run),
+            device=self.device.scaled(run),
+            host_call_s=self.host_call_s * run,
+            device_call_s=self.device_call_s * run,
+            load_s=self.load_s * (1 + mark.spread("load")),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class BackboneTimes:
@@ -85,6 +112,62 @@ class BackboneTimes:
     walk: CostCurve
     # all layers in one native call, possible while nothing moves; None: this model cannot
     express: CostCurve | None = None
+
+    def scaled(self, factor: float) -> BackboneTimes:
+        return BackboneTimes(self.walk.scaled(factor), self.express and self.express.scaled(factor))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementMark:
+    """How a part of a machine was measured."""
+
+    at: float
+    # by kind of cost: the true values lie within this share of the measured ones
+    spreads: Mapping[str, float] = field(default_factory=dict)
+    # what disturbed the measurement; "": nothing
+    disturbed: str = ""
+
+    def is_valid(self, now: float) -> bool:
+        return 0 <= now - self.at < (DISTURBED_FOR_S if self.disturbed else STALE_AFTER_S)
+
+    def spread(self, kind: str) -> float:
+        return min(1.0, self.spreads.get(kind, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class RealRatio:
+    """Seconds of real decode steps against their prediction."""
+
+    ratio: float
+    # how far single steps were away from `ratio`
+    spread: float
+    steps: int
+
+    def joined(self, later: RealRatio) -> RealRatio:
+        """Both, half and half: a machine's speed may change."""
+        share = later.steps / (later.steps + min(self.steps, later.steps))
+        ratio = self.ratio + (later.ratio - self.ratio) * share
+        spread = max(later.spread, abs(later.ratio / self.ratio - 1))
+        return RealRatio(_bounded(ratio), spread, self.steps + later.steps)
+
+
+def _bounded(ratio: float) -> float:
+    return min(MOST_RATIO, max(LEAST_RATIO, ratio))
+
+
+MACHINE = "machine"
+
+
+def profile_mark(name: str) -> str:
+    return f"profile {name}"
+
+
+def backbone_mark(name: str) -> str:
+    return f"backbone {name}"
+
+
+def device_mark(name: str) -> str:
+    return f"device path {name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +188,89 @@ class Machine:
     backbones: Mapping[str, BackboneTimes] = field(default_factory=dict)
     # the same; of a CUDA device whose kernels read these records where they are
     device_paths: Mapping[str, DevicePath] = field(default_factory=dict)
+    # by MACHINE, `profile_mark`, `backbone_mark` and `device_mark`
+    marks: Mapping[str, MeasurementMark] = field(default_factory=dict)
+    # by the names of `profiles`, then by kind of step
+    real: Mapping[str, Mapping[StepKind, RealRatio]] = field(default_factory=dict)
 
     @property
     def is_cuda(self) -> bool:
         return self.identity.device != "cpu"
 
-    def with_profile(self, name: str, profile: RecordProfile) -> Machine:
-        return replace(self, profiles={**self.profiles, name: profile})
+    def with_profile(
+        self, name: str, profile: RecordProfile, mark: MeasurementMark | None = None
+    ) -> Machine:
+        return replace(
+            self._marked(profile_mark(name), mark), profiles={**self.profiles, name: profile}
+        )
 
-    def with_backbone(self, name: str, times: BackboneTimes) -> Machine:
-        return replace(self, backbones={**self.backbones, name: times})
+    def with_backbone(
+        self, name: str, times: BackboneTimes, mark: MeasurementMark | None = None
+    ) -> Machine:
+        """What real runs took against earlier figures is forgotten."""
+        made = self._marked(backbone_mark(name), mark)
+        real = {key: value for key, value in self.real.items() if key != name}
+        return replace(made, backbones={**self.backbones, name: times}, real=real)
 
-    def with_device_path(self, name: str, path: DevicePath) -> Machine:
-        return replace(self, device_paths={**self.device_paths, name: path})
+    def with_device_path(
+        self, name: str, path: DevicePath, mark: MeasurementMark | None = None
+    ) -> Machine:
+        made = self._marked(device_mark(name), mark)
+        return replace(made, device_paths={**self.device_paths, name: path})
+
+    def _marked(self, part: str, mark: MeasurementMark | None) -> Machine:
+        return self if mark is None else replace(self, marks={**self.marks, part: mark})
+
+    def with_real(self, name: str, found: Mapping[StepKind, RealRatio]) -> Machine:
+        known = dict(self.real.get(name, {}))
+        for kind, later in found.items():
+            known[kind] = known[kind].joined(later) if kind in known else later
+        return replace(self, real={**self.real, name: known})
+
+    def disturbed(self, name: str) -> str:
+        """What disturbed the measurements that a plan for these records uses; "": nothing."""
+        parts = (MACHINE, profile_mark(name), backbone_mark(name), device_mark(name))
+        found = (self.marks[part].disturbed for part in parts if part in self.marks)
+        return next((reason for reason in found if reason), "")
+
+    def correction(self, name: str, kind: StepKind) -> float:
+        """By what the predicted seconds of such steps are multiplied."""
+        known = self.real.get(name, {}).get(kind)
+        return 1.0 if known is None else _bounded(known.ratio)
+
+    def model_error(self, name: str, kind: StepKind) -> float:
+        """The share by which predictions of such steps are off, with the right figures."""
+        known = self.real.get(name, {}).get(kind)
+        return MODEL_ERROR if known is None else min(MODEL_ERROR, max(LEAST_ERROR, known.spread))
+
+    def spread(self, name: str) -> float:
+        """The largest one of what a plan for these records uses."""
+        parts = (MACHINE, profile_mark(name), backbone_mark(name))
+        found = (mark.spreads for part in parts if (mark := self.marks.get(part)) is not None)
+        return min(
+            1.0, max((value for spreads in found for value in spreads.values()), default=0.0)
+        )
+
+    def slowest(self, name: str) -> Machine:
+        """With every cost as large as its measurement allows."""
+        own, record, steps = (
+            self.marks.get(part, MeasurementMark(0.0))
+            for part in (MACHINE, profile_mark(name), backbone_mark(name))
+        )
+        late, memory = 1 + own.spread("runtime"), 1 + own.spread("memory")
+        made = replace(
+            self,
+            dram_bytes_s=self.dram_bytes_s / memory,
+            device_bytes_s=self.device_bytes_s / memory,
+            layer_s=self.layer_s * late,
+            load_s=self.load_s * late,
+            both_s=self.both_s * late,
+            beside_s=self.beside_s * late,
+        ).with_profile(name, self.profiles[name].slowed(record))
+        if name not in self.backbones:
+            return made
+        slowed = {**self.backbones, name: self.backbones[name].scaled(1 + steps.spread("backbone"))}
+        return replace(made, backbones=slowed)
 
 
 def stale(machine: Machine, now: MachineIdentity) -> str:
@@ -127,6 +280,9 @@ def stale(machine: Machine, now: MachineIdentity) -> str:
             return f"{name} changed"
     if not 0 <= time.time() - machine.measured_at < STALE_AFTER_S:
         return "it is older than 30 days"
+    mark = machine.marks.get(MACHINE)
+    if mark is not None and not mark.is_valid(time.time()):
+        return f"it was disturbed: {mark.disturbed}"
     return ""
 
 
@@ -135,12 +291,85 @@ def path_of(identity: MachineIdentity) -> Path:
 
 
 def load(identity: MachineIdentity) -> Machine | None:
-    """The stored measurement of this machine, unless it is stale or cannot be read."""
+    """The stored measurement of this machine without the parts that are no longer valid; None if it
+    is stale or cannot be read."""
+    machine = _read(identity)
+    if machine is None or stale(machine, identity):
+        return None
+    now = time.time()
+    old = {part for part, mark in machine.marks.items() if not mark.is_valid(now)}
+    return replace(
+        machine,
+        profiles={k: v for k, v in machine.profiles.items() if profile_mark(k) not in old},
+        backbones={k: v for k, v in machine.backbones.items() if backbone_mark(k) not in old},
+        device_paths={k: v for k, v in machine.device_paths.items() if device_mark(k) not in old},
+    )
+
+
+def _read(identity: MachineIdentity) -> Machine | None:
     try:
-        machine = from_json(json.loads(path_of(identity).read_text()))
+        return from_json(json.loads(path_of(identity).read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return None if stale(machine, identity) else machine
+
+
+def store(machine: Machine) -> Machine:
+    """Save it, but keep every sound part of the file whose new measurement was disturbed. Returns
+    what is in the file now."""
+    known = _read(machine.identity)
+    made = (
+        machine if known is None or known.identity != machine.identity else _joined(known, machine)
+    )
+    save(made)
+    return made
+
+
+def _joined(known: Machine, later: Machine) -> Machine:
+    def kept(part: str, here: bool) -> bool:
+        """Whether the part of the file is the better one."""
+        new, old = later.marks.get(part), known.marks.get(part)
+        return not here or (new is not None and bool(new.disturbed) and _is_sound(old))
+
+    def both(name: str, mark: Callable[[str], str]) -> dict[str, Any]:
+        old, new = getattr(known, name), getattr(later, name)
+        found = {**old, **new}
+        found.update({key: value for key, value in old.items() if kept(mark(key), key in new)})
+        return found
+
+    marks = {**known.marks, **later.marks}
+    marks.update({
+        part: mark for part, mark in known.marks.items() if kept(part, part in later.marks)
+    })  # fmt: skip
+    base = later
+    if kept(MACHINE, True):
+        own = ("measured_at", "dram_bytes_s", "device_bytes_s", *_RUNTIME_COSTS)
+        base = replace(later, **{name: getattr(known, name) for name in own})
+    return replace(
+        base,
+        profiles=both("profiles", profile_mark),
+        backbones=both("backbones", backbone_mark),
+        device_paths=both("device_paths", device_mark),
+        marks=marks,
+        real=_real(known, later),
+    )
+
+
+def _real(known: Machine, later: Machine) -> dict[str, Mapping[StepKind, RealRatio]]:
+    """What real runs took, unless the figures that it belongs to were measured again."""
+    found = dict(later.real)
+    for name, kinds in known.real.items():
+        old, new = (each.marks.get(backbone_mark(name)) for each in (known, later))
+        disturbed = new is not None and new.disturbed
+        if new is None or old == new or (disturbed and _is_sound(old)):
+            found.setdefault(name, kinds)
+    return found
+
+
+_RUNTIME_COSTS = ("layer_s", "load_s", "both_s", "beside_s")
+
+
+def _is_sound(mark: MeasurementMark | None) -> bool:
+    return mark is not None and not mark.disturbed
 
 
 def save(machine: Machine) -> Path:
@@ -168,6 +397,11 @@ def from_json(data: Mapping[str, Any]) -> Machine:
     fields["device_paths"] = {
         name: path_from_json(value) for name, value in data["device_paths"].items()
     }
+    fields["marks"] = {part: MeasurementMark(**mark) for part, mark in data["marks"].items()}
+    fields["real"] = {
+        name: {kind: RealRatio(**found) for kind, found in kinds.items()}
+        for name, kinds in data["real"].items()
+    }
     return Machine(**fields)
 
 
@@ -183,211 +417,3 @@ def _backbone_times(data: Mapping[str, Any]) -> BackboneTimes:
 
 def _curve(data: Mapping[str, Any]) -> CostCurve:
     return CostCurve(tuple(data["rows"]), tuple(data["seconds"]))
-
-
-@dataclass(frozen=True, slots=True)
-class WaveCounts:
-    """One wave as numbers: rows of each expert that runs, and where the moved records come from."""
-
-    resident: tuple[int, ...] = ()
-    loaded: tuple[int, ...] = ()
-    host: tuple[int, ...] = ()
-    # records moved to device slots: from host memory, and from disk
-    from_host: int = 0
-    from_disk: int = 0
-    # records read for experts that run on the host
-    host_reads: int = 0
-
-    @property
-    def loads(self) -> int:
-        return self.from_host + self.from_disk
-
-
-@dataclass(slots=True)
-class PhaseForecast:
-    """The simulated seconds and counts of a phase. `limit_s` is the least time that its bytes need,
-    when every path works at its full rate at the same time."""
-
-    steps: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    limit_s: float = 0.0
-    hits: int = 0
-    prefetch_hits: int = 0
-    misses: int = 0
-    host_runs: int = 0
-    # steps that ran all layers in one call
-    one_call_steps: int = 0
-    # records to the device, and from disk
-    moved: int = 0
-    read: int = 0
-
-    @property
-    def demands(self) -> int:
-        return self.hits + self.prefetch_hits + self.misses + self.host_runs
-
-    @property
-    def hit_rate(self) -> float:
-        """The share of demands whose expert was in a device slot already."""
-        return (self.hits + self.prefetch_hits) / self.demands if self.demands else 0.0
-
-    @property
-    def tokens_s(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def limit_tokens_s(self) -> float:
-        return self.tokens / self.limit_s if self.limit_s else 0.0
-
-    def add(self, waves: Iterable[WaveCounts], costs: CostModel) -> None:
-        for wave in waves:
-            self.seconds += costs.wave_s(wave)
-            self.limit_s += costs.limit_s(wave)
-            self.moved += wave.loads
-            self.read += wave.from_disk + wave.host_reads
-
-    def add_resident(self, waves: Iterable[WaveCounts], costs: CostModel) -> None:
-        """A layer of a step that runs in one call, without a decision or a move."""
-        for wave in waves:
-            self.seconds += costs.resident_s(wave)
-            self.limit_s += costs.limit_s(wave)
-
-    def add_background(self, wave: WaveCounts, costs: CostModel) -> float:
-        """Loads in the background, which take cores from the computation. Returns their time."""
-        self.seconds += costs.handling_s(wave)
-        self.moved += wave.loads
-        self.read += wave.from_disk
-        return costs.moving_s(wave.from_host, wave.from_disk)
-
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """A machine's rates for one kind of record. `host_tier`: records go through host memory;
-    `shared`: device slots refer to it, so that nothing is copied."""
-
-    machine: Machine
-    profile: RecordProfile
-    host_tier: bool = True
-    shared: bool = False
-
-    def wave_s(self, wave: WaveCounts) -> float:
-        """The time of one wave: the loads followed by the last loaded expert's run, or all the
-        computing, whichever is longer."""
-        device = self._device_s(wave.resident + wave.loaded)
-        host = self._host_s(wave.host)
-        moving = self.moving_s(wave.from_host, wave.from_disk)
-        reading = wave.host_reads * self.profile.read.each_s
-        last = self.profile.device.at(wave.loaded[-1]) if wave.loaded else 0.0
-        if self.machine.is_cuda:
-            return max(moving + last, device, host, reading) + self.handling_s(wave)
-        return max(moving + reading + last, device + host + self.handling_s(wave))
-
-    @property
-    def load_s(self) -> float:
-        return max(self.machine.load_s, self.profile.load_s)
-
-    def resident_s(self, wave: WaveCounts) -> float:
-        """Experts inside the one call that runs all layers."""
-        return sum(map(self.profile.host.at, wave.resident + wave.host))
-
-    def best_s(self, rows: Sequence[int]) -> float:
-        """Every expert on the faster of host and device; with an accelerator, on both at once."""
-        device, host = self.profile.device, self.profile.host
-        if self.machine.is_cuda:
-            return sum(1.0 / (1.0 / device.at(n) + 1.0 / host.at(n)) for n in rows)
-        return sum(min(device.at(n), host.at(n)) for n in rows)
-
-    def layer_s(self, waves: Sequence[WaveCounts]) -> float:
-        """The runtime's own time for a layer of these waves."""
-        host = any(wave.host for wave in waves)
-        device = any(wave.resident or wave.loads for wave in waves)
-        return self.machine.layer_s + (self.machine.both_s if host and device else 0.0)
-
-    def moving_s(self, from_host: int, from_disk: int) -> float:
-        """Wall time of transfers to the device, many at the same time."""
-        if not from_host + from_disk or (self.shared and not from_disk):
-            return 0.0
-        read, link = self.profile.read, self.profile.link
-        if self.shared or (not self.host_tier and not self.machine.is_cuda):
-            return max(from_disk * read.each_s, read.alone_s)
-        reading, linking = from_disk * read.each_s, (from_host + from_disk) * link.each_s
-        # reads and copies run at the same time; after the last read one copy remains
-        tail = link.alone_s if from_disk else 0.0
-        first = read.alone_s if from_disk else link.alone_s
-        return max(reading + tail, linking, first + tail)
-
-    def limit_s(self, wave: WaveCounts) -> float:
-        """The time that the bytes of this wave need when every path works at its full rate."""
-        size = self.profile.record_bytes
-        read = (wave.from_disk + wave.host_reads) * self.profile.read.each_s
-        run = (len(wave.resident) + len(wave.loaded)) * size / self.machine.device_bytes_s
-        hosted = len(wave.host) * size
-        if self.machine.is_cuda:
-            link = wave.loads * self.profile.link.each_s
-            return max(read, link, run, (hosted + wave.loads * size) / self.machine.dram_bytes_s)
-        return max(read, run + hosted / self.machine.dram_bytes_s)
-
-    def _device_s(self, rows: Sequence[int]) -> float:
-        return _runs_s(self.profile.device, self.profile.device_call_s, rows)
-
-    def _host_s(self, rows: Sequence[int]) -> float:
-        return _runs_s(self.profile.host, self.profile.host_call_s, rows)
-
-    def handling_s(self, wave: WaveCounts) -> float:
-        """Time that copies and reads take from computing: the interpreter's time, and on a CPU
-        their processor time, divided by the cores that also compute."""
-        copied = self.host_tier and not self.shared
-        reads, links = wave.from_disk + wave.host_reads, wave.loads if copied else 0
-        # each loaded expert runs in a call of its own; the time of the call is included
-        awaited = min(wave.loads, len(wave.loaded))
-        spent = self.load_s * (awaited + wave.host_reads)
-        spent += self.machine.beside_s * (wave.loads - awaited)
-        if self.machine.is_cuda:
-            return spent
-        cores = reads * self.profile.read.core_s + links * self.profile.link.core_s
-        return spent + cores / self.machine.identity.cores
-
-
-def _runs_s(curve: CostCurve, call_s: float, rows: Sequence[int]) -> float:
-    return call_s + sum(map(curve.at, rows)) if rows else 0.0
-
-
-@dataclass(slots=True)
-class SimulatedHostTier:
-    """The host tier in a simulation: the last `slots` experts that were used."""
-
-    slots: int
-    keys: OrderedDict[Key, None] = field(default_factory=OrderedDict)
-
-    def fill(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            if len(self.keys) >= self.slots:
-                return
-            self.keys[key] = None
-
-    def take(self, key: Key) -> bool:
-        """Whether it was here. From now on it is, if there are any slots."""
-        if key in self.keys:
-            self.keys.move_to_end(key)
-            return True
-        if self.slots:
-            self.keys[key] = None
-            if len(self.keys) > self.slots:
-                self.keys.popitem(last=False)
-        return False
-
-
-def wave_counts(wave: Wave, demand: Demand, host_tier: SimulatedHostTier) -> WaveCounts:
-    """A strategy's wave as numbers. Marks what is moved or run on the host as used there."""
-    rows = dict(zip(demand.experts, demand.counts, strict=True))
-    moved = {key for key, _ in wave.load}
-    from_disk = sum(not host_tier.take(key) for key in moved)
-    loaded = {expert for layer, expert in moved if layer == demand.layer}
-    return WaveCounts(
-        resident=tuple(rows[e] for e in wave.device if e not in loaded),
-        loaded=tuple(rows[e] for e in wave.device if e in loaded),
-        host=tuple(rows[e] for e in wave.host),
-        from_host=len(moved) - from_disk,
-        from_disk=from_disk,
-        host_reads=sum(not host_tier.take((demand.layer, e)) for e in wave.host),
-    )

@@ -1,7 +1,8 @@
 """Measures this machine for experts: memory, disk, link, kernels, and the runtime's own overhead.
 
 It takes a few seconds, once; machine.py stores the result. It uses the real store, kernels and
-runtime, so that the results are valid for them.
+runtime, so that the results are valid for them. All costs are measured in turns (timing.py), so
+that other processes neither disturb one of them more than another nor go unnoticed.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.core.moe import MoeSettings
 from coterie.kernels.cpu.build import native
 from coterie.kernels.cpu.expert_mlp import RecordTable, run_experts
 from coterie.kernels.cpu.expert_record import pack_record
@@ -28,30 +29,40 @@ from coterie.kernels.expert_layout import ExpertLayout, matrix_bytes
 from coterie.moe.planner import machine as machine_file
 from coterie.moe.planner.cost_curve import CostCurve
 from coterie.moe.planner.machine import (
+    MACHINE,
     Machine,
     MachineIdentity,
+    MeasurementMark,
     RecordProfile,
     TransferCost,
 )
+from coterie.moe.planner.overhead import (
+    LOAD_WORKS,
+    OVERHEAD_WORKS,
+    load_of,
+    load_works,
+    overhead_of,
+    overhead_works,
+)
+from coterie.moe.planner.timing import TimedWork, TimingReport, time_together
 from coterie.moe.runtime.device_pool import ResidentExperts
-from coterie.moe.runtime.heatmap import Heatmap
-from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
-from coterie.moe.runtime.step import ExpertStep
 from coterie.moe.runtime.transfer import DEPTH
-from coterie.moe.store.base import ExpertGeometry, Key, StoreTimings
-from coterie.moe.store.disk import DiskReader
 from coterie.weights.quantize import DenseWeight, GgufBlocks, Weight, convert
 
 if TYPE_CHECKING:
     from coterie.moe.store.base import ExpertStore
 
 Say = Callable[[str], None]
+Item = TypeVar("Item")
 
 ROWS = (1, 4, 16, 64)
 # roughly the time that measuring takes, for the message to the user
 SECONDS = 4.0
 _DRAM_BYTES = 256 << 20
-_EXPERTS_PER_CALL = 8
+# experts of a call, and bytes of memory that a slice reads or copies: a few milliseconds
+_EXPERTS_PER_CALL, _SLICE_BYTES = 8, 16 << 20
+# different records that are read
+_READS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +90,8 @@ def ensure_measured(
     more_s: float = 0.0,
 ) -> Machine:
     """This machine with a profile of `store`'s records: from the file, or measured now. `more_s`:
-    how long the caller will measure after this."""
+    how long the caller will measure after this. A disturbed measurement never replaces a sound one,
+    however old."""
     say = say or _quiet
     machine_id = identity(target)
     known = None if again else machine_file.load(machine_id)
@@ -87,11 +99,22 @@ def ensure_measured(
     if known is not None and name in known.profiles:
         return known
     say(f"measuring this machine, once, about {SECONDS + more_s:.0f} s")
-    if known is None:
-        known = measure_machine(machine_id, target)
-    known = known.with_profile(name, measure_profile(store, target))
-    machine_file.save(known)
-    return known
+    made = measure(store, target, known)
+    kept = machine_file.store(made)
+    if reason := made.disturbed(name):
+        say(disturbed_notice(reason, kept.disturbed(name)))
+    return kept
+
+
+def disturbed_notice(reason: str, kept: str) -> str:
+    """`kept`: what disturbed the figures that are used now; "" if they are sound ones."""
+    if not kept:
+        return f"the measurement was disturbed ({reason}): the earlier, sound figures are used"
+    minutes = machine_file.DISTURBED_FOR_S / 60
+    return (
+        f"the measurement was disturbed ({reason}): it is less certain, and is used for "
+        f"{minutes:.0f} minutes"
+    )
 
 
 def identity(target: ComputeTarget) -> MachineIdentity:
@@ -110,89 +133,178 @@ def profile_name(store: ExpertStore, target: ComputeTarget) -> str:
     return f"{shape} {type(store).__name__} {store.fingerprint[:16]} {target.device} {bank}"
 
 
-def measure_machine(machine_id: MachineIdentity, target: ComputeTarget) -> Machine:
-    dram = read_bandwidth("cpu", target)
-    device = read_bandwidth(target.device, target) if target.is_cuda else dram
-    spent = measure_overhead(target.device)
-    return Machine(machine_id, time.time(), dram, device, **asdict(spent))
+def measure(store: ExpertStore, target: ComputeTarget, known: Machine | None) -> Machine:
+    """A profile of `store`'s records and, unless it is known, the machine, in turns."""
+    with ExitStack() as stack:
+        record = RecordWorks(stack, store, target)
+        works = dict(record.works)
+        if known is None:
+            works |= _machine_works(stack, target)
+        report = time_together(works)
+        if known is None:
+            known = _machine_of(report, identity(target), target)
+        mark = MeasurementMark(time.time(), record.spreads(report), report.reason(record.works))
+        return known.with_profile(profile_name(store, target), record.profile(report), mark)
 
 
-def measure_profile(store: ExpertStore, target: ComputeTarget) -> RecordProfile:
-    layout = store.layout(store.geometry.layers[0])
-    size = store.slot_bytes
-    count = max(2, min(COLD_BYTES // size, store.geometry.total))
-    record = sample_record(layout, size)
-    bank = [record.clone() for _ in range(count)]
-    read = measure_reads(store, bank)
-    for slot in bank:
-        slot.copy_(record)
-    host, host_call = measure_runs(layout, bank, ComputeTarget("cpu", target.threads))
-    link = measure_link(bank, target)
-    on_device = (host, host_call)
+def _machine_works(stack: ExitStack, target: ComputeTarget) -> dict[str, TimedWork]:
+    works = overhead_works(stack, target.device)
+    works["host memory"] = _read_work("cpu", target)
     if target.is_cuda:
-        on_device = measure_runs(layout, [r.to(target.device) for r in bank], target)
-    del bank
-    load_s = _load_s(layout, target, link)
-    return RecordProfile(size, read, link, host, on_device[0], host_call, on_device[1], load_s)
+        works["device memory"] = _read_work(target.device, target)
+    return works
 
 
-def _load_s(layout: ExpertLayout, target: ComputeTarget, link: TransferCost) -> float:
-    """0 for records that are too large to measure: their transfer takes much longer than this."""
-    experts = min(COLD_BYTES // layout.nbytes, 64) // 8 * 8
-    if not experts:
-        return 0.0
-    copying = link.each_s if target.is_cuda else link.core_s / target.threads
-    return max(0.0, measure_load(target.device, layout, experts) - copying)
+def _machine_of(
+    report: TimingReport, machine_id: MachineIdentity, target: ComputeTarget
+) -> Machine:
+    memory = [name for name in ("host memory", "device memory") if name in report.timings]
+    rates = [_read_bytes() / report.seconds(name) for name in memory]
+    spreads = {"memory": report.spread(*memory), "runtime": report.spread(*OVERHEAD_WORKS)}
+    now = time.time()
+    mark = MeasurementMark(now, spreads, report.reason([*OVERHEAD_WORKS, *memory]))
+    spent = asdict(overhead_of(report))
+    return Machine(machine_id, now, rates[0], rates[-1], **spent, marks={MACHINE: mark})
 
 
-def read_bandwidth(device: str, target: ComputeTarget) -> float:
-    """Bytes per second of reading an array that is larger than every cache: the best of five."""
+def _read_bytes() -> int:
+    return min(_SLICE_BYTES, _DRAM_BYTES // 4)
+
+
+def _read_work(device: str, target: ComputeTarget) -> TimedWork:
+    """Reads parts of an array that is larger than every cache, one after another."""
     data = torch.ones(_DRAM_BYTES // 4, dtype=torch.float32, device=device)
-    return _DRAM_BYTES / min(_times(data.sum, target, 5))
+    each = _read_bytes() // 4
+    parts = _Cycle([data[at : at + each] for at in range(0, len(data), each)])
+
+    def read() -> None:
+        parts.take(1)[0][1].sum()
+        target.wait()
+
+    return TimedWork(read, threads=target.threads)
 
 
-def measure_reads(store: ExpertStore, bank: Sequence[Tensor]) -> TransferCost:
-    """Random experts into slots, at the runtime's queue depth and one at a time."""
-    keys = store.geometry.keys()
-    stride = max(1, len(keys) // 48)
-    picked = keys[::stride][:48]
-    for key in picked[:DEPTH]:
-        store.read(key, bank[0])  # the first read of a record also verifies its checksum
-    slots = [bank[i % len(bank)] for i in range(len(picked))]
-    if len(bank) < len(picked):
-        picked, slots = picked[: len(bank)], slots[: len(bank)]
-    with ThreadPoolExecutor(DEPTH) as pool:
-        for _ in pool.map(store.read, picked, slots):
-            pass
-        spent, started = time.process_time(), time.perf_counter()
-        for _ in pool.map(store.read, picked, slots):
-            pass
-        wall, core = time.perf_counter() - started, time.process_time() - spent
-    alone = [_timed(partial(store.read, key, bank[0])) for key in picked[:8]]
-    return TransferCost(wall / len(picked), lower_quartile(alone), core / len(picked))
+class RecordWorks:
+    """What is timed for one kind of expert record. `stack` releases what the works use."""
 
+    def __init__(self, stack: ExitStack, store: ExpertStore, target: ComputeTarget) -> None:
+        self._store, self._target = store, target
+        self._layout, self._size = store.layout(store.geometry.layers[0]), store.slot_bytes
+        count = max(2, min(COLD_BYTES // self._size, store.geometry.total))
+        record = sample_record(self._layout, self._size)
+        self._bank = [record.clone() for _ in range(count)]
+        fitting = max(2, _SLICE_BYTES // self._size)
+        self._experts = min(_EXPERTS_PER_CALL, count, fitting)
+        self._copies = min(2 * DEPTH, count // 2, fitting)
+        self._reads = min(2 * DEPTH, count, fitting)
+        self._pool = stack.enter_context(ThreadPoolExecutor(DEPTH))
+        on_host = ComputeTarget("cpu", target.threads)
+        self.works = self._read_works() | self._link_works()
+        self.works |= self._run_works("host", self._bank, on_host)
+        if target.is_cuda:
+            bank = [each.to(target.device) for each in self._bank]
+            self.works |= self._run_works("device", bank, target)
+        # records that are too large to measure: their transfer takes much longer than this
+        loads = min(COLD_BYTES // self._layout.nbytes, 64) // 8 * 8
+        if loads:
+            self.works |= load_works(stack, target.device, self._layout, loads)
 
-def measure_link(bank: Sequence[Tensor], target: ComputeTarget) -> TransferCost:
-    """Host memory to device slots: copies by threads on a CPU, copies from pinned memory on
-    CUDA."""
-    half = len(bank) // 2
-    sources, slots = list(bank[:half]), list(bank[half : 2 * half])
-    if target.is_cuda:
-        sources = [record.pin_memory() for record in sources]
-        slots = [record.to(target.device) for record in slots]
-    copy = _copy_to_cuda if target.is_cuda else _copy_in_ram
-    with ThreadPoolExecutor(DEPTH) as pool:
+    def _read_works(self) -> dict[str, TimedWork]:
+        """Random experts into slots, at the runtime's queue depth and one at a time."""
+        store, pool = self._store, self._pool
+        keys = store.geometry.keys()
+        picked = keys[:: max(1, len(keys) // _READS)][:_READS]
+        slots = [torch.empty_like(self._bank[0]) for _ in range(self._reads)]
+        for _ in pool.map(store.read, picked, (slots * len(picked))[: len(picked)]):
+            pass  # the first read of a record also verifies its checksum
+        many, one = _Cycle(picked), _Cycle(picked)
 
-        def copy_all() -> None:
-            for _ in pool.map(copy, slots, sources):
+        def read_many() -> None:
+            for _ in pool.map(store.read, [key for _, key in many.take(len(slots))], slots):
                 pass
 
-        copy_all()
-        spent = time.process_time()
-        wall = _times(copy_all, target, 3)
-        core = 0.0 if target.is_cuda else (time.process_time() - spent) / 4
-    alone = _times(partial(copy, slots[0], sources[1]), target, 5)
-    return TransferCost(lower_quartile(wall) / half, lower_quartile(alone), core / half)
+        def read_one() -> None:
+            store.read(one.take(1)[0][1], slots[0])
+
+        return {
+            "read": TimedWork(read_many, pooled=True, threads=self._target.threads),
+            "read alone": TimedWork(read_one, pooled=True),
+        }
+
+    def _link_works(self) -> dict[str, TimedWork]:
+        """Host memory to device slots: copies by threads on a CPU, copies from pinned memory on
+        CUDA."""
+        target, pool, half = self._target, self._pool, len(self._bank) // 2
+        sources, slots = list(self._bank[:half]), list(self._bank[half : 2 * half])
+        if target.is_cuda:
+            sources = [record.pin_memory() for record in sources]
+            slots = [record.to(target.device) for record in slots]
+        copy = _copy_to_cuda if target.is_cuda else _copy_in_ram
+        pairs = _Cycle(list(zip(slots, sources, strict=True)))
+
+        def copy_all(count: int) -> None:
+            taken = [pair for _, pair in pairs.take(count)]
+            for _ in pool.map(copy, *zip(*taken, strict=True)):
+                pass
+            target.wait()
+
+        def copy_one() -> None:
+            copy(*pairs.take(1)[0][1])
+            target.wait()
+
+        return {
+            "link": TimedWork(partial(copy_all, self._copies), pooled=True, threads=target.threads),
+            "link alone": TimedWork(copy_one),
+        }
+
+    def _run_works(
+        self, side: str, bank: Sequence[Tensor], target: ComputeTarget
+    ) -> dict[str, TimedWork]:
+        """Calls of experts. Every call uses the next experts of the bank, so that their bytes come
+        from memory and not from a cache, as in a model."""
+        taken = _Cycle(bank)
+        works = {
+            f"{side} {rows}": _run_work(self._layout, taken, self._experts, rows, target)
+            for rows in ROWS
+        }
+        if self._experts > 1:
+            works[f"{side} one"] = _run_work(self._layout, taken, 1, 1, target)
+        return works
+
+    def profile(self, report: TimingReport) -> RecordProfile:
+        target = self._target
+        read, alone = report.timings["read"], report.timings["read alone"]
+        reads = TransferCost(read.seconds / self._reads, alone.seconds, read.core_s / self._reads)
+        link, alone = report.timings["link"], report.timings["link alone"]
+        core_s = 0.0 if target.is_cuda else link.core_s / self._copies
+        links = TransferCost(link.seconds / self._copies, alone.seconds, core_s)
+        host, host_call = self._curve("host", report)
+        device, device_call = self._curve("device", report) if target.is_cuda else (host, host_call)
+        copying = links.each_s if target.is_cuda else links.core_s / target.threads
+        load_s = max(0.0, load_of(report) - copying) if LOAD_WORKS[0] in self.works else 0.0
+        return RecordProfile(self._size, reads, links, host, device, host_call, device_call, load_s)
+
+    def _curve(self, side: str, report: TimingReport) -> tuple[CostCurve, float]:
+        """Seconds per expert by rows, and the fixed seconds of a call."""
+        many, call_s = self._experts, 0.0
+        several = [report.seconds(f"{side} {rows}") for rows in ROWS]
+        if many > 1:
+            single = report.seconds(f"{side} one")
+            each = (several[0] - single) / (many - 1)
+            # an error must not make the rest negative
+            call_s = min(max(0.0, single - each), several[0] / 2)
+        seconds = tuple((taken - call_s) / many for taken in several)
+        return CostCurve(ROWS, seconds), call_s
+
+    def spreads(self, report: TimingReport) -> dict[str, float]:
+        """By kind of cost, as `RecordProfile.slowed` names them."""
+        groups = {
+            "read": ["read", "read alone"],
+            "link": ["link", "link alone"],
+            "run": [name for name in self.works if name.startswith(("host", "device"))],
+            "load": [name for name in LOAD_WORKS if name in self.works],
+        }
+        return {kind: report.spread(*names) for kind, names in groups.items() if names}
 
 
 def _copy_in_ram(target: Tensor, source: Tensor) -> None:
@@ -204,44 +316,20 @@ def _copy_to_cuda(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def measure_runs(
-    layout: ExpertLayout, bank: Sequence[Tensor], target: ComputeTarget
-) -> tuple[CostCurve, float]:
-    """Seconds per expert by rows, and the fixed seconds of a call. Every call uses the next experts
-    of the bank, so that their bytes come from memory and not from a cache, as in a model."""
-    taken = _Cycle(bank)
-    many = min(_EXPERTS_PER_CALL, len(bank))
-    seconds = []
-    call_s = 0.0
-    for rows in ROWS:
-        repeats = 9 if rows < 64 else 3
-        several = _run_s(layout, taken, many, rows, target, repeats)
-        if rows == 1 and many > 1:
-            single = _run_s(layout, taken, 1, rows, target, repeats)
-            each = (several - single) / (many - 1)
-            # a disturbed measurement must not make the rest negative
-            call_s = min(max(0.0, single - each), several / 2)
-        seconds.append((several - call_s) / many)
-    return CostCurve(ROWS, tuple(seconds)), call_s
+class _Cycle(Generic[Item]):
+    """The next items, again and again."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self._items, self._next = items, 0
+
+    def take(self, count: int) -> list[tuple[int, Item]]:
+        first, self._next = self._next, self._next + count
+        return [(i, self._items[(first + i) % len(self._items)]) for i in range(count)]
 
 
-class _Cycle:
-    def __init__(self, bank: Sequence[Tensor]) -> None:
-        self.bank, self.next = bank, 0
-
-    def take(self, count: int) -> list[tuple[int, Tensor]]:
-        first, self.next = self.next, self.next + count
-        return [(i, self.bank[(first + i) % len(self.bank)]) for i in range(count)]
-
-
-def _run_s(
-    layout: ExpertLayout,
-    taken: _Cycle,
-    experts: int,
-    rows: int,
-    target: ComputeTarget,
-    repeats: int,
-) -> float:
+def _run_work(
+    layout: ExpertLayout, taken: _Cycle[Tensor], experts: int, rows: int, target: ComputeTarget
+) -> TimedWork:
     dtype = torch.bfloat16 if target.is_cuda else torch.float32
     # a decoded token uses all of them, each token of a prompt uses two
     picks = experts if rows == 1 else min(2, experts)
@@ -249,34 +337,14 @@ def _run_s(
     hidden = torch.randn(tokens, layout.hidden).to(target.device, dtype)
     ids = torch.arange(tokens * picks, dtype=torch.int32).view(tokens, picks) % experts
     out = torch.empty(tokens * picks, layout.hidden, device=target.device)
+    threads = None if target.is_cuda else target.threads
 
-    def run() -> None:
-        threads = None if target.is_cuda else target.threads
+    def run(threads: int | None = threads) -> None:
         run_experts(layout, hidden, ids, taken.take(experts), out, threads)
-
-    return lower_quartile(_times(run, target, repeats))
-
-
-def _times(run: Callable[[], object], target: ComputeTarget, repeats: int) -> list[float]:
-    run()
-    target.wait()
-
-    def once() -> None:
-        run()
         target.wait()
 
-    return [_timed(once) for _ in range(repeats)]
-
-
-def lower_quartile(times: Sequence[float]) -> float:
-    """Not the mean: other processes make some of the times too long."""
-    return sorted(times)[(len(times) - 1) // 4]
-
-
-def _timed(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
+    on_one = None if target.is_cuda else partial(run, 1)
+    return TimedWork(run, threads=target.threads, on_one=on_one)
 
 
 def _cpu_name() -> str:
@@ -354,113 +422,3 @@ def _banks(layouts: Mapping[int, ExpertLayout], experts: int) -> dict[ExpertLayo
         record = sample_record(layout, layout.nbytes)
         banks[layout] = [record.clone() for _ in range(count)]
     return banks
-
-
-_EXPERTS, _TOP_K, _HIDDEN = 16, 4, 64
-_TINY_LAYOUT = ExpertLayout(_HIDDEN, 32, True, ("fp32", "fp32", "fp32"))
-_REPEATS = 48
-# roughly the cache that the experts of a layer use
-_CACHE_BYTES = 4 << 20
-
-
-class ZeroExpertStore:
-    """A store of experts that are all zeros and are not read from disk; tiny by default."""
-
-    fingerprint = "zero experts"
-    lineage = ("zero experts",)
-    staging_bytes = 0
-
-    def __init__(self, layout: ExpertLayout = _TINY_LAYOUT, experts: int = _EXPERTS) -> None:
-        self.geometry = ExpertGeometry((0,), experts, _TOP_K)
-        self._layout = layout
-        self.slot_bytes = layout.nbytes
-        self.expert_bytes = self.slot_bytes * experts
-        self.disk, self.spent = DiskReader("buffered"), StoreTimings()
-
-    def layout(self, layer: int) -> ExpertLayout:
-        return self._layout
-
-    def read_bytes(self, key: Key) -> int:
-        return 0
-
-    def read(self, key: Key, out: Tensor) -> int:
-        out.zero_()
-        return 0
-
-    def tensors(self) -> frozenset[str]:
-        return frozenset()
-
-    def files(self) -> frozenset[Path]:
-        return frozenset()
-
-    def close(self) -> None:
-        self.disk.close()
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeOverhead:
-    """Seconds per MoE layer when all experts are resident; and the seconds that are added by each
-    load that the layer waits for, by running experts on host and device, and by any other load."""
-
-    layer_s: float
-    load_s: float
-    both_s: float
-    beside_s: float
-
-
-def measure_overhead(device: str) -> RuntimeOverhead:
-    resident = _layer_s(device, ZeroExpertStore(), "lru", slots=_EXPERTS)
-    shared = _layer_s(device, ZeroExpertStore(), "hot_cached_static", slots=_EXPERTS // 2)
-    # all experts are loaded, few of them are used
-    through = _layer_s(device, ZeroExpertStore(), "chunked", slots=_EXPERTS)
-    load_s = measure_load(device)
-    beside_s = (through - resident - _TOP_K * load_s) / (_EXPERTS - _TOP_K)
-    shared_s = max(0.0, shared - resident)
-    return RuntimeOverhead(resident, load_s, shared_s, min(max(0.0, beside_s), load_s))
-
-
-def measure_load(
-    device: str, layout: ExpertLayout = _TINY_LAYOUT, experts: int = _EXPERTS
-) -> float:
-    """The seconds that a load from host memory adds to a layer that waits for it."""
-    resident = _layer_s(device, ZeroExpertStore(layout, experts), "lru", slots=experts)
-    missing = _layer_s(device, ZeroExpertStore(layout, experts), "lru", slots=_TOP_K)
-    return max(0.0, missing - resident) / _TOP_K
-
-
-def _layer_s(device: str, store: ZeroExpertStore, strategy: str, slots: int) -> float:
-    """Consecutive steps use different experts: with few slots every one is a miss. Half of every
-    step's experts are hot."""
-    experts = store.geometry.num_experts
-    # with all of them in RAM a GPU's kernels read them there, and no layer is asked
-    share = f"{100 * (experts - 1) / experts}%" if device != "cpu" else "100%"
-    settings = MoeSettings(strategy, cache_capacity=slots, host_budget=share, predict="off")
-    hot = np.tile([1.0, 0.0], experts // 2)[None]
-    heatmap = Heatmap(store.geometry, hot)
-    runtime = open_experts(store, settings, device=device, heatmap=heatmap)
-    try:
-        width = store.layout(0).hidden
-        steps = [_step(device, first, width) for first in range(0, experts, _TOP_K)]
-        banks, times = torch.ones(8, _CACHE_BYTES // 4), []
-        for index in range(len(steps) * 2 + _REPEATS):
-            banks[index % 8].sum()
-            times.append(_overhead_run_s(runtime, steps[index % len(steps)]))
-        settled = sorted(times[len(steps) * 2 :])
-        return settled[len(settled) // 4]
-    finally:
-        runtime.close()
-
-
-def _step(device: str, first: int, width: int) -> ExpertStep:
-    ids = torch.arange(first, first + _TOP_K, dtype=torch.int32)[None]
-    weights = torch.full((1, _TOP_K), 1.0 / _TOP_K, device=device)
-    return ExpertStep(0, "decode", torch.zeros(1, width, device=device), ids, weights)
-
-
-def _overhead_run_s(runtime: ExpertRuntime, step: ExpertStep) -> float:
-    with torch.inference_mode():
-        started = time.perf_counter()
-        out = runtime.run(step)
-        if out.is_cuda:
-            torch.cuda.synchronize(out.device)
-        return time.perf_counter() - started

@@ -17,7 +17,7 @@ from coterie.core.settings import parse_bytes
 from coterie.moe.dispatch.table import STRATEGIES, both_phases, strategy_classes
 from coterie.moe.planner.cost_curve import CostCurve
 from coterie.moe.planner.device_simulation import DeviceSetup
-from coterie.moe.planner.machine import BackboneTimes, CostModel, Machine, PhaseForecast
+from coterie.moe.planner.machine import STEP_KINDS, BackboneTimes, Machine
 from coterie.moe.planner.simulate import (
     BELADY,
     SimulationSetup,
@@ -25,6 +25,7 @@ from coterie.moe.planner.simulate import (
     forecast,
     optimum,
 )
+from coterie.moe.planner.step_costs import CostModel, PhaseForecast
 from coterie.moe.planner.workload import Workload
 from coterie.moe.runtime.budget import (
     AUTO_SHARE,
@@ -39,6 +40,8 @@ from coterie.moe.store.base import ExpertGeometry
 
 # predictions closer than this are the same speed
 SAME = 0.03
+# prompts may be so much slower than the fastest, where measurements cannot tell them apart
+MOST_SAME = 0.05
 # demands that `choose` replays through each strategy, over all divisions
 QUICK = 300
 QUICK_LAYERS = 12
@@ -144,6 +147,21 @@ class PlanRow:
     in_place: bool
     # the strategies that really run with these slots: some fall back
     runs: str = ""
+    # by how much the measurements of the machine leave each speed open
+    prefill_spread: float = 0.0
+    decode_spread: float = 0.0
+    # by how much each prediction may be off in all
+    prefill_error: float = 0.0
+    decode_error: float = 0.0
+
+    @property
+    def least_prefill_tokens_s(self) -> float:
+        """If all costs are as large as their measurements allow."""
+        return self.prefill_tokens_s / (1 + self.prefill_spread)
+
+    @property
+    def least_decode_tokens_s(self) -> float:
+        return self.decode_tokens_s / (1 + self.decode_spread)
 
     @property
     def falls_back(self) -> bool:
@@ -197,14 +215,24 @@ class PlanCase:
         profile = machine.profiles[self.profile]
         costs = CostModel(machine, profile, tiers.host > 0, tiers.shared)
         least_s = model.backbone_bytes / machine.device_bytes_s
-        times = backbone_times(model, machine)
-        times = BackboneTimes(
-            times.walk.scaled(1 / part), times.express and times.express.scaled(1 / part)
-        )
+        times = backbone_times(model, machine).scaled(1 / part)
         slots = TierSlots(self._slots(tiers.device), self._slots(tiers.host), tiers.shared)
         device = self._device(tiers, slots, in_place, streams)
         device = device and replace(device, elastic=elastic)
-        return SimulationSetup(self.load.geometry, slots, costs, times, least_s / part, device)
+        shown = {
+            kind: (machine.correction(self.profile, kind), machine.model_error(self.profile, kind))
+            for kind in STEP_KINDS
+        }
+        return SimulationSetup(
+            self.load.geometry, slots, costs, times, least_s / part, device, shown
+        )
+
+    def slowest(self) -> PlanCase:
+        """With every cost as large as its measurement allows."""
+        machine, model = self.machine.slowest(self.profile), self.model
+        if model.backbone is not None:
+            model = replace(model, backbone=machine.backbones.get(self.profile, model.backbone))
+        return replace(self, machine=machine, model=model)
 
     def _device(
         self, tiers: TierSlots, slots: TierSlots, in_place: bool, streams: bool
@@ -253,7 +281,7 @@ def plan(case: PlanCase, divided: Sequence[MemoryDivision]) -> list[PlanRow]:
     rows = []
     for division in divided:
         outcomes = _forecasts(case, division, 3)
-        made = [_row(case, division, *each) for each in outcomes]
+        made = _rows(case, division, outcomes)
         placed = [each for _, each in outcomes]
         most = max(placed, key=lambda each: each.tiers.device, default=PlacedTiers(TierSlots(0, 0)))
         if most.tiers.device:
@@ -280,7 +308,7 @@ def _bound(best: PlanRow, rows: Sequence[PlanRow]) -> PlanRow:
 def forecast_row(case: PlanCase, division: MemoryDivision, text: str) -> PlanRow | None:
     """The row of one strategy; None where it would be refused."""
     each = _forecast(case, division, text)
-    return _row(case, division, *each) if each else None
+    return _rows(case, division, [each])[0] if each else None
 
 
 def choose(case: PlanCase, divided: Sequence[MemoryDivision]) -> PlanChoice:
@@ -288,9 +316,9 @@ def choose(case: PlanCase, divided: Sequence[MemoryDivision]) -> PlanChoice:
     and no optimum."""
     short = case.quick(QUICK // len(divided))
     return pick(
-        _row(short, division, *each)
+        row
         for division in divided
-        for each in _forecasts(short, division, 2)
+        for row in _rows(short, division, _forecasts(short, division, 2))
     )
 
 
@@ -310,15 +338,18 @@ def choose_in_place(case: PlanCase, division: MemoryDivision) -> str:
 
 
 def pick(rows: Iterable[PlanRow]) -> PlanChoice:
-    """Prefill first; then decode, among the rows whose prefill is as fast."""
+    """Prefill first; then decode, among the rows whose prefill is as fast. What counts is the least
+    speed that the measurements of the machine allow: where predictions overlap, the row whose worst
+    case is best."""
     real = [row for row in rows if row.strategy != BELADY]
     if not real:
         raise ConfigError("no strategy fits these budgets", param="device_budget")
-    fastest = max(real, key=lambda row: row.prefill_tokens_s)
-    floor = fastest.prefill_tokens_s * (1 - SAME)
-    equal = [row for row in real if row.prefill_tokens_s >= floor]
-    quickest = max(row.decode_tokens_s for row in equal)
-    near = [row for row in equal if row.decode_tokens_s >= quickest * (1 - SAME)]
+    fastest = max(real, key=lambda row: row.least_prefill_tokens_s)
+    apart = min(max(SAME, fastest.prefill_spread), MOST_SAME)
+    floor = fastest.least_prefill_tokens_s * (1 - apart)
+    equal = [row for row in real if row.least_prefill_tokens_s >= floor]
+    quickest = max(row.least_decode_tokens_s for row in equal)
+    near = [row for row in equal if row.least_decode_tokens_s >= quickest * (1 - SAME)]
     # among equals prefer the one that uses least memory, then one that does not fall back, then
     # a single name, then the faster one
     best = min(
@@ -327,23 +358,25 @@ def pick(rows: Iterable[PlanRow]) -> PlanChoice:
             row.device_bytes + row.host_bytes,
             row.falls_back,
             "+" in row.strategy,
-            -row.decode_tokens_s,
+            -row.least_decode_tokens_s,
         ),
     )
     return PlanChoice(best.strategy, _reason(best, real), best.device_budget, best.host_budget)
 
 
 def _reason(best: PlanRow, rows: Sequence[PlanRow]) -> str:
+    off = f" ±{best.decode_error:.0%}" if best.decode_error else ""
+    decode = f"{best.decode_tokens_s:.1f} tok/s{off}"
     if best.prefill_tokens_s <= 0:
-        return f"{best.strategy}: no prompt in the trace, so the fastest decode alone " + (
-            f"({best.decode_tokens_s:.1f} tok/s)"
-        )
+        return f"{best.strategy}: no prompt in the trace, so the fastest decode alone ({decode})"
     slower = max((r.prefill_tokens_s for r in rows if r.strategy != best.strategy), default=0.0)
     faster = max(rows, key=lambda row: row.decode_tokens_s)
     first = "as fast as any" if slower >= best.prefill_tokens_s * (1 - SAME) else "the fastest"
+    if slower * (1 - MOST_SAME) > best.prefill_tokens_s:
+        first = "the best in its worst case"
     text = (
         f"{best.strategy}: its prefill is {first} ({best.prefill_tokens_s:.0f} tok/s), and with "
-        f"that its decode is within {SAME:.0%} of the fastest ({best.decode_tokens_s:.1f} tok/s)"
+        f"that its decode is within {SAME:.0%} of the fastest ({decode})"
     )
     if faster.decode_tokens_s > best.decode_tokens_s * (1 + SAME):
         text += (
@@ -394,6 +427,43 @@ def _forecast(
 
 def _setup(case: PlanCase, placed: PlacedTiers) -> SimulationSetup:
     return case.setup(placed.tiers, placed.in_place, placed.buffers > 0, placed.elastic)
+
+
+def _rows(
+    case: PlanCase,
+    division: MemoryDivision,
+    outcomes: Iterable[tuple[StrategyForecast, PlacedTiers]],
+) -> list[PlanRow]:
+    """With what the measurements leave open: where that is much, everything is forecast again with
+    the largest costs."""
+    spread = case.machine.spread(case.profile)
+    worst = case.slowest() if spread > SAME else None
+    return [_with_errors(_row(case, division, *each), each, worst, spread) for each in outcomes]
+
+
+def _with_errors(
+    row: PlanRow,
+    each: tuple[StrategyForecast, PlacedTiers],
+    worst: PlanCase | None,
+    spread: float,
+) -> PlanRow:
+    outcome, placed = each
+    prefill = decode = spread
+    if worst is not None:
+        slow = forecast(outcome.strategy, _setup(worst, placed), worst.load, placed.tiers)
+        prefill = _slowed(outcome.prefill, slow.prefill)
+        decode = _slowed(outcome.decode, slow.decode)
+    return replace(
+        row,
+        prefill_spread=prefill,
+        decode_spread=decode,
+        prefill_error=outcome.prefill.error + prefill,
+        decode_error=outcome.decode.error + decode,
+    )
+
+
+def _slowed(usual: PhaseForecast, slow: PhaseForecast) -> float:
+    return max(0.0, usual.tokens_s / slow.tokens_s - 1) if slow.tokens_s else 0.0
 
 
 def _row(

@@ -6,15 +6,15 @@ no bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from coterie.moe.dispatch.base import Demand, ExpertCosts, Strategy, StrategyContext, Wave
 from coterie.moe.dispatch.table import build_strategies, resolve_strategy
 from coterie.moe.planner.device_simulation import DeviceSetup, DeviceSimulation
-from coterie.moe.planner.machine import (
-    BackboneTimes,
+from coterie.moe.planner.machine import MODEL_ERROR, BackboneTimes, StepKind
+from coterie.moe.planner.step_costs import (
     CostModel,
     PhaseForecast,
     SimulatedHostTier,
@@ -44,6 +44,8 @@ class SimulationSetup:
     backbone_limit_s: float = 0.0
     # where a CUDA device's kernels read experts where they are; None: layer by layer
     device: DeviceSetup | None = None
+    # by kind of decode step: real seconds against predicted ones, and how far they are apart
+    corrections: Mapping[StepKind, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -97,6 +99,7 @@ class _Simulation:
 
     def step(self, step: TraceStep, outcome: PhaseForecast) -> None:
         strategy = self.prefill if step.phase == "prefill" else self.decode
+        before = outcome.seconds, outcome.limit_s, outcome.read
         one_call = self._runs_in_one_call(strategy)
         groups = strategy.groups() if step.phase == "prefill" and not one_call else None
         # a group is computed while it is loaded: its time is the longer of the two
@@ -112,6 +115,27 @@ class _Simulation:
             for each in self.both:
                 self._load(each.update(), outcome)
         _end_step(step, self.setup, outcome, one_call)
+        self._correct(step, outcome, before, one_call)
+
+    def _correct(
+        self,
+        step: TraceStep,
+        outcome: PhaseForecast,
+        before: tuple[float, float, int],
+        one_call: bool,
+    ) -> None:
+        """What real runs have shown of such steps; no step is faster than its bytes allow."""
+        seconds, limit_s, read = before
+        taken, ratio, error = outcome.seconds - seconds, 1.0, MODEL_ERROR
+        if step.phase == "decode":
+            kind: StepKind = "from disk" if outcome.read > read else "in memory"
+            ratio, error = self.setup.corrections.get(
+                "one call" if one_call else kind, (ratio, error)
+            )
+        if ratio != 1.0:
+            taken = max(taken * ratio, min(taken, outcome.limit_s - limit_s))
+            outcome.seconds = seconds + taken
+        outcome.error_s += taken * error
 
     def _runs_in_one_call(self, strategy: Strategy) -> bool:
         """As `resident.find_resident`: nothing more to decide, and all bytes in one memory."""

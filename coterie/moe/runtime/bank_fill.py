@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from coterie.core.errors import CoterieError, WeightsError
-from coterie.weights.shortage import MemoryShortage, is_shortage
+from coterie.weights.shortage import MemoryShortage, is_shortage, started
 
 if TYPE_CHECKING:
     from coterie.moe.store.base import Key
@@ -53,12 +53,7 @@ class BankFill:
         # by layer, since `take_waits`: seconds that steps waited, and the experts that were missing
         self._waited_s: defaultdict[int, float] = defaultdict(float)
         self._late: Counter[int] = Counter()
-        self._threads = [
-            threading.Thread(target=self._work, name="experts-fill", daemon=True)
-            for _ in range(min(readers, len(keys)))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = started(self._work, "experts-fill", min(readers, len(keys)))
 
     @property
     def is_complete(self) -> bool:

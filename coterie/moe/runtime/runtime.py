@@ -36,7 +36,13 @@ from coterie.moe.runtime.setup import (
 )
 from coterie.moe.runtime.step import classify, demand_of, first_uses
 from coterie.moe.runtime.transfer import TierTransfer
-from coterie.moe.runtime.usage import LayerSpan, LayerTally, UsageTally, UsageTelemetry
+from coterie.moe.runtime.usage import (
+    LayerSpan,
+    LayerTally,
+    StepSampler,
+    UsageTally,
+    UsageTelemetry,
+)
 from coterie.weights.shortage import is_shortage
 
 if TYPE_CHECKING:
@@ -88,6 +94,7 @@ class ExpertRuntime:
         self.heatmap: Heatmap | None = None
         self.trace: Trace | None = None
         self.spans: list[LayerSpan] | None = None
+        self.sampler: StepSampler | None = None
         self.update_calls = self.swaps = self._tokens = 0
         # swaps that decisions of the running step made
         self._replaced = 0
@@ -212,6 +219,8 @@ class ExpertRuntime:
     ) -> None:
         """Count a step that `resident` allowed to run as a whole: routed int32 [layers, T, K]."""
         self._observe(self._resident_finder.count(found, routed, owners, seconds))
+        if self.sampler is not None:
+            self.sampler.add_whole(*routed.shape)
 
     def record_device_step(self, found: ResidentExperts, demands: StepDemands, s: float) -> None:
         """The same for a step that `device_pool` allowed, which took `s` seconds."""
@@ -236,6 +245,8 @@ class ExpertRuntime:
         if self.spans is not None:
             self.spans += job.spans(begin, time.perf_counter())
         self.telemetry.add(job.layer, job.tally)
+        if self.sampler is not None:
+            self.sampler.add_layer(job.step, job.tally, len(job.read_now))
         if job.step.owners is not None:
             self.telemetry.attribute(job.step, job.classes, job.read_now, job.tally)
 
@@ -313,16 +324,17 @@ class ExpertRuntime:
             self._background_fill.start(iter(self.geometry.keys()), self._device_only)
         if self.loading_pool() is not None:
             return 0, 0
-        for strategy in dict.fromkeys(self.parts.strategies.values()):
-            made = strategy.updates
+        strategies = dict.fromkeys(self.parts.strategies.values())
+        for strategy in strategies:
             loads = strategy.update()
-            self.update_calls += strategy.updates - made
             self.swaps += len(loads)
             if self._banked is not None:
                 self._banked.move(loads)
                 continue
             for key, slot in loads:
                 self._transfer.start(key, slot, None, urgent=False)
+        # those made behind a step count too
+        self.update_calls = sum(strategy.updates for strategy in strategies)
         return self.update_calls - before[0], self.swaps - before[1]
 
     def withdraw(self, slots: Sequence[int]) -> None:
@@ -353,6 +365,8 @@ class ExpertRuntime:
         self._background_fill.sweep()
         if self.trace is not None:
             self.trace.end_step()
+        if self.sampler is not None:
+            self.sampler.end_step()
         total, parts = self.telemetry.end_step()
         made, self._replaced = self._replaced, 0
         if not made:

@@ -22,7 +22,7 @@ from torch import Tensor
 from coterie.core.errors import CoterieError, WeightsError
 from coterie.kernels.device_record import arrange, device_record
 from coterie.moe.runtime.tiers import ExpertLoad, LoadTask, MemoryArena
-from coterie.weights.shortage import MemoryShortage, is_shortage
+from coterie.weights.shortage import MemoryShortage, is_shortage, started
 
 if TYPE_CHECKING:
     from coterie.kernels.expert_layout import ExpertLayout
@@ -344,16 +344,17 @@ def _arranger() -> Callable[[ExpertLayout, Tensor, Tensor], None]:
 
 
 class LoadWorkers:
-    """Threads that run tasks: urgent ones in order, others when no urgent one waits or runs."""
+    """Threads that run tasks: urgent ones in order, others when no urgent one waits or runs. All
+    start here, or as many as the system has memory for: a step that found no thread for its load
+    would wait for ever."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._threads: list[threading.Thread] = []
         self._urgent: deque[LoadTask] = deque()
         self._other: deque[LoadTask] = deque()
-        self._waiting = self._urgent_running = self._other_running = 0
+        self._urgent_running = self._other_running = 0
         self._closed = False
         self._changed = threading.Condition()
+        self._threads = started(self._work, "experts", size)
 
     @property
     def idle(self) -> bool:
@@ -364,12 +365,6 @@ class LoadWorkers:
             if self._closed and not urgent:
                 return
             (self._urgent if urgent else self._other).append(task)
-            # a thread that was notified counts as waiting until it has taken its task
-            tasks = len(self._urgent) + len(self._other)
-            if tasks > self._waiting and len(self._threads) < self._size:
-                thread = threading.Thread(target=self._work, name="experts", daemon=True)
-                self._threads.append(thread)
-                thread.start()
             self._changed.notify()
 
     def withdraw(self, task: LoadTask) -> bool:
@@ -406,9 +401,7 @@ class LoadWorkers:
             while True:
                 with self._changed:
                     while (taken := self._next()) is None and not self._closed:
-                        self._waiting += 1
                         self._changed.wait()
-                        self._waiting -= 1
                 if taken is None:
                     return
                 task, urgent = taken

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from resource import RUSAGE_SELF, getrusage
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -285,3 +286,66 @@ class UsageTelemetry:
         for tally in self.layers.values():
             whole.add(tally)
         return whole
+
+
+class SampledLayer(NamedTuple):
+    """One layer of a decoded token: experts by where they ran, and what it waited for."""
+
+    resident: int
+    loaded: int
+    host: int
+    loads_from_disk: int = 0
+    host_reads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """A decode step of one row, from the end of the step before it."""
+
+    seconds: float
+    one_call: bool
+    layers: tuple[SampledLayer, ...]
+
+
+class StepSampler:
+    """Keeps some of the decode steps of one row that no other process interrupted, so that their
+    seconds can be compared with their prediction."""
+
+    MOST = 64
+
+    def __init__(self) -> None:
+        self.steps: list[SampledStep] = []
+        self._layers: list[SampledLayer] = []
+        self._one_call = False
+        # when the last step ended, if it was a decode step of one row
+        self._ended_s: float | None = None
+        self._switches = 0
+
+    def add_layer(self, step: ExpertStep, tally: UsageTally, host_reads: int) -> None:
+        if step.phase != "decode" or len(step.topk_ids) != 1:
+            return
+        resident = tally.device_hits + tally.prefetch_hits
+        reads = max(0, tally.host_misses - host_reads)
+        found = SampledLayer(resident, tally.device_misses, tally.host_runs, reads, host_reads)
+        self._layers.append(found)
+
+    def add_whole(self, layers: int, rows: int, experts: int) -> None:
+        """All layers in one call, each with so many experts."""
+        if rows == 1:
+            self._one_call = True
+            self._layers = [SampledLayer(experts, 0, 0)] * layers
+
+    def end_step(self) -> None:
+        if len(self.steps) >= self.MOST:
+            return
+        now, switches = time.perf_counter(), getrusage(RUSAGE_SELF).ru_nivcsw
+        layers, since = self._layers, self._ended_s
+        if layers and since is not None and switches == self._switches:
+            self.steps.append(SampledStep(now - since, self._one_call, tuple(layers)))
+        self._ended_s = now if layers else None
+        self._layers, self._one_call, self._switches = [], False, switches
+
+    def take(self) -> list[SampledStep]:
+        taken, self.steps = self.steps, []
+        self._ended_s = None
+        return taken

@@ -7,7 +7,6 @@ transformers would write is tested where it is.
 from __future__ import annotations
 
 import json
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from tests.helpers.folders import temporary_folder
 
 VOCAB, HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 96, 64, 64, 8, 2, 3
 HEADS, KV_HEADS, HEAD = 4, 2, 32
@@ -74,14 +75,14 @@ _CLASSES = {
 }
 ARCHITECTURES = tuple(_CLASSES)
 
-_FOLDER = tempfile.TemporaryDirectory(prefix="coterie-contract-")
+_FOLDER = temporary_folder("coterie-contract-")
 
 
 @cache
 def checkpoint_of(architecture: str, dtype: str = "float32", **changes: int) -> Path:
     """A directory that lives as long as the process. `changes` are config keys."""
     name = "-".join([architecture, dtype, *(f"{k}{v}" for k, v in changes.items())])
-    path = Path(_FOLDER.name) / name
+    path = _FOLDER / name
     path.mkdir()
     config = _SHARED | _OWN[architecture] | changes
     config |= {"architectures": [_CLASSES[architecture]], "model_type": architecture}

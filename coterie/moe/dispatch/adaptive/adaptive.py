@@ -145,7 +145,8 @@ class Adaptive(Strategy):
 
     @property
     def updates(self) -> int:
-        return self._timer.rounds + self._repin.updates
+        placed = 0 if self._in_place is None else self._in_place.updates
+        return self._timer.rounds + self._repin.updates + placed
 
     def update(self) -> Loads:
         """Called after each token. When an update is due, load a bounded number of experts that

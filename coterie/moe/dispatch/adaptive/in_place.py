@@ -96,8 +96,8 @@ class InPlacePlacement:
         self._layer_hits = _LAYER_BYTES / context.in_place_bytes
         self._here, self._movable = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
         self._known_changes = -1
-        # experts that replaced another
-        self.replaced = 0
+        # decisions made, and experts that replaced another
+        self.updates = self.replaced = 0
 
     def step(self, rows: npt.NDArray[np.int64], phase: str) -> list[tuple[Key, int]]:
         """A step used experts so often, [layers, experts]: what to load for later ones. Steps that
@@ -107,6 +107,7 @@ class InPlacePlacement:
             self._uncounted.append(used)
             if len(self._uncounted) < self._at_once:
                 return []
+        self.updates += 1
         self._refresh()
         if self._shadows is None:
             self._shadows = np.repeat(self._here[self._watched][None], len(_MARGIN), axis=0)
