@@ -1,13 +1,15 @@
 """Quality and latency of routing by content: the routing set, and 7, 1,000 and 10,000 experts.
 
-    python -m benchmarks.routing.accuracy [--held-out] [--near-misses FILE] [--calibrate]
-                                 [--sizes 7 1000 10000] [--json FILE]
+    python -m benchmarks.routing.accuracy [--held-out] [--near-misses FILE] [--two-tasks FILE]
+                                 [--thresholds] [--calibrate] [--sizes 7 1000 10000] [--json FILE]
 
 Quality on routing_set/dev.jsonl and near_miss_dev.jsonl is cross-validated: the curve is learnt
 on four fifths of both. `--held-out` asks the whole router, as shipped, about
-routing_set/held_out.jsonl, `--near-misses` about a set of near misses. `--calibrate` learns the
-curve that is shipped from all of both. Goals: right at least 96%, false under 3%; near misses
-right at least 94%, wrong routes less sure than 0.7; p50 under 1 ms and p99 under 3 ms of a whole
+routing_set/held_out.jsonl, `--near-misses` about a set of near misses, `--two-tasks` about prompts
+with two tasks. `--thresholds` shows what other thresholds give on the dev parts. `--calibrate`
+learns the curve that is shipped from all of both. Goals: right at least 96%, false under 3%; near
+misses right at least 94%, wrong routes less sure than 0.7; both experts for at least 80% of prompts
+with two tasks, two for at most 2% of plain prompts; p50 under 1 ms and p99 under 3 ms of a whole
 plan at 1,000 experts.
 """
 
@@ -29,6 +31,7 @@ from benchmarks.routing.catalogs import Fleet, made_up, shipped
 from benchmarks.routing.questions import Decided, Item
 from coterie.core.adapters import AdapterProfile
 from coterie.core.request import Chat, InferenceRequest, Limits, Message, RouteHints, Sampling
+from coterie.core.settings import RoutingSettings
 from coterie.routing.features.features import routed_text
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS
 from coterie.routing.match.matcher import PATH, Matcher, ScoreCalibration, fit_calibration, tempered
@@ -42,6 +45,8 @@ FOLDS = 5
 NEAR_MISS_WORTH = 0.5
 # below one half the likeliest expert is more probably wrong than right
 THRESHOLD = 0.5
+THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+DEV_PARTS = ("dev", "near_miss_dev")
 WARM_UP = 200
 HELD_OUT = routing_set.FOLDER / "held_out.jsonl"
 ASKED = {
@@ -111,8 +116,50 @@ def routed(router: Router, items: Sequence[Item]) -> list[Decided]:
     return made
 
 
-def router_of(profiles: Sequence[AdapterProfile], matcher: Matcher) -> Router:
-    return Router([Specialist("base")], Fleet(profiles, matcher))
+def experts_of(router: Router, item: Item) -> frozenset[str]:
+    plan = router.plan(request(item))
+    return frozenset(choice.name.partition("@")[0] for choice in plan.adapters)
+
+
+def two_tasks(router: Router, path: Path) -> dict[str, Any]:
+    items = routing_set.read_two_tasks(path)
+    chosen = [experts_of(router, Item(item.prompt, item.body, None)) for item in items]
+    return routing_set.two_tasks_quality(items, chosen)
+
+
+def by_threshold(matcher: Matcher) -> list[dict[str, Any]]:
+    """On the dev parts, with the shipped curve: what each threshold of probability gives. The
+    similarity is that at which the curve reaches the threshold."""
+    plain, near = (routing_set.read(routing_set.FOLDER / f"{name}.jsonl") for name in DEV_PARTS)
+    scores = np.linspace(-1.0, 1.0, 20_001)
+    curve = matcher.calibration.probability(scores)
+    rows = []
+    for threshold in THRESHOLDS:
+        router = router_of(shipped(), matcher, threshold)
+        found = routing_set.quality_of(routed(router, plain))
+        missed = routing_set.quality_of(routed(router, near))
+        pairs = two_tasks(router, routing_set.FOLDER / "two_tasks_dev.jsonl")
+        similarity = (scores[int(np.argmax(curve >= threshold))] + 1) / 2
+        rows.append(
+            {
+                "threshold": threshold,
+                "similarity": round(float(similarity), 3),
+                "related": found["related"]["share"],
+                "unrelated": found["false_activation"]["share"],
+                "near_misses": missed["right"]["share"],
+                "both": pairs["both"]["share"],
+                "two_for_one_task": pairs["two_for_one_task"]["share"],
+                "two_for_plain": found["with_further_experts"],
+            }
+        )
+    return rows
+
+
+def router_of(
+    profiles: Sequence[AdapterProfile], matcher: Matcher, threshold: float = 0.0
+) -> Router:
+    settings = RoutingSettings(threshold=threshold)
+    return Router([Specialist("base")], Fleet(profiles, matcher), settings)
 
 
 def latency(size: int, items: Sequence[Item]) -> dict[str, Any]:
@@ -135,6 +182,12 @@ def latency(size: int, items: Sequence[Item]) -> dict[str, Any]:
         "match_ms": _timed(matcher.match, texts),
         "sketch_ms": _timed(lambda text: sketch(text, embedder), texts),
     }
+    pairs = routing_set.read_two_tasks(routing_set.FOLDER / "two_tasks_dev.jsonl")
+    entry["two_tasks_ms"] = _timed(
+        router.plan,
+        [request(Item(p.prompt, p.body, None)) for p in pairs if len(p.experts) == 2],
+    )
+    entry["further_experts"] = sum(len(router.plan(item).adapters) > 1 for item in requests)
     entries = [matcher.match(text)[0].profile.card.name for text in texts]
     related = [(name, i.expert) for name, i in zip(entries, items, strict=True) if i.expert]
     entry["right_among_all"] = sum(a == b for a, b in related) / len(related)
@@ -166,7 +219,8 @@ def _line(entry: dict[str, Any]) -> str:
 
     return (
         f"{entry['experts']:6} experts: {shown('plan_ms')}, {shown('match_ms')}, "
-        f"{shown('sketch_ms')}; built in {entry['build_s']} s; "
+        f"{shown('sketch_ms')}, {shown('two_tasks_ms')}; further experts for "
+        f"{entry['further_experts']} of dev; built in {entry['build_s']} s; "
         f"likeliest is right {entry['right_among_all']:.1%}"
     )
 
@@ -184,6 +238,8 @@ def main() -> None:
     )
     parser.add_argument("--held-out", action="store_true")
     parser.add_argument("--near-misses", type=Path, metavar="FILE")
+    parser.add_argument("--two-tasks", type=Path, metavar="FILE")
+    parser.add_argument("--thresholds", action="store_true")
     parser.add_argument("--calibrate", action="store_true")
     parser.add_argument("--sizes", type=int, nargs="*", default=[7, 1000, 10000])
     parser.add_argument("--json", type=Path, help="for benchmarks/results")
@@ -205,6 +261,13 @@ def main() -> None:
     report: dict[str, Any] = {name: routing_set.quality_of(part) for name, part in parts.items()}
     for name, part in report.items():
         print("\n".join(routing_set.lines(f"{name} ({ASKED[name]})", part)))
+    if args.two_tasks:
+        report["two_tasks"] = two_tasks(router, args.two_tasks)
+        print("\n".join(routing_set.two_tasks_lines("two tasks", report["two_tasks"])))
+    if args.thresholds:
+        report["thresholds"] = by_threshold(matcher)
+        for row in report["thresholds"]:
+            print(*(f"{name} {value:.3f}" for name, value in row.items()), sep="  ")
     report["latency"] = []
     for size in args.sizes:
         entry = latency(size, items)

@@ -28,6 +28,18 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
+class TwoTasks:
+    """A prompt with the experts that its tasks are for: two, or at most one for a prompt that only
+    looks as if it had two tasks."""
+
+    prompt: str
+    body: str
+    experts: frozenset[str]
+    # how the tasks are joined
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
 class Decided:
     """A router's decision for an item."""
 
@@ -45,6 +57,30 @@ class Decided:
 def read(path: Path) -> list[Item]:
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
     return [Item(r["prompt"], r.get("body") or "", r.get("expert")) for r in records]
+
+
+def read_two_tasks(path: Path) -> list[TwoTasks]:
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return [
+        TwoTasks(r["prompt"], r.get("body") or "", frozenset(r["experts"]), r["kind"])
+        for r in records
+    ]
+
+
+def two_tasks_quality(
+    items: Sequence[TwoTasks], chosen: Sequence[frozenset[str]]
+) -> dict[str, Any]:
+    """`chosen`: the experts that a router chose for each item."""
+    decided = list(zip(items, chosen, strict=True))
+    pairs = [(item, got) for item, got in decided if len(item.experts) == 2]
+    others = [(item, got) for item, got in decided if len(item.experts) < 2]
+    return {
+        "both": share(sum(got == item.experts for item, got in pairs), len(pairs)),
+        "one_of_them": sum(len(got & item.experts) == 1 for item, got in pairs),
+        "another": sum(bool(got - item.experts) for item, got in pairs),
+        "two_for_one_task": share(sum(len(got) > 1 for _, got in others), len(others)),
+        "right_for_one_task": share(sum(got == item.experts for item, got in others), len(others)),
+    }
 
 
 def share(right: int, n: int) -> dict[str, Any]:
@@ -99,13 +135,25 @@ def quality_of(decided: Sequence[Decided]) -> dict[str, Any]:
     }
 
 
-def lines(title: str, quality: dict[str, Any]) -> list[str]:
-    def shown(entry: dict[str, Any]) -> str:
-        return (
-            f"{entry['share']:7.2%} [{entry['low_95']:.2%}, {entry['high_95']:.2%}]"
-            f"  ({entry['count']} of {entry['n']})"
-        )
+def shown(entry: dict[str, Any]) -> str:
+    return (
+        f"{entry['share']:7.2%} [{entry['low_95']:.2%}, {entry['high_95']:.2%}]"
+        f"  ({entry['count']} of {entry['n']})"
+    )
 
+
+def two_tasks_lines(title: str, quality: dict[str, Any]) -> list[str]:
+    return [
+        title,
+        f"  both experts, two tasks    {shown(quality['both'])}",
+        f"  one of them alone          {quality['one_of_them']:7}",
+        f"  another one                {quality['another']:7}",
+        f"  two experts, one task      {shown(quality['two_for_one_task'])}",
+        f"  right, at most one task    {shown(quality['right_for_one_task'])}",
+    ]
+
+
+def lines(title: str, quality: dict[str, Any]) -> list[str]:
     text = [
         f"{title}",
         f"  right                      {shown(quality['right'])}",

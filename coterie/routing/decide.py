@@ -38,7 +38,7 @@ CLOSE_ODDS = 0.5
 # meant
 MIN_PROBABILITY_TOGETHER = 0.9
 BELOW = "below threshold"
-CHOSEN = "chosen"
+CHOSEN, CHOSEN_FOR_PART = "chosen", "chosen for a part of the prompt"
 EXCLUDED, NO_HINT, OTHER_LANGUAGE = "excluded", "its router_hint does not hold", "serves "
 OTHER_BASE, NOT_HERE = "made for another base model", "not for this specialist"
 
@@ -80,6 +80,8 @@ class ScoredAdapter:
     probability: float
     # why it cannot be chosen for this request, one of the texts of `_exclusion_reason`; "" = it may
     excluded: str = ""
+    # probability for a part of the prompt that no other adapter is for; 0 = there is no such part
+    part: float = 0.0
 
 
 @dataclass(slots=True)
@@ -92,8 +94,16 @@ class _ScoredCandidate:
     memory: float
     score: float
     probability: float
+    part: float
+    # the prompt has two tasks, and it is for one of them
+    has_own_task: bool = False
     why: str = BELOW
     chosen: bool = False
+
+    @property
+    def likelihood(self) -> float:
+        """Decides whether it is chosen."""
+        return max(self.probability, self.part) if self.has_own_task else self.probability
 
 
 @quick_init
@@ -108,6 +118,8 @@ class AdapterDecision:
     # in the chosen adapter, or in choosing none
     confidence: float
     candidates: tuple[Candidate, ...]
+    # chosen adapters that are each for a task of their own; () = the prompt has one task
+    by_task: tuple[AdapterProfile, ...] = ()
 
 
 def decide(
@@ -125,7 +137,9 @@ def decide(
             continue
         scores = scorer.scores(profile, match.similarity)
         reason = _exclusion_reason(profile, features, limits, installed)
-        items.append(ScoredAdapter(profile, match.similarity, *scores, match.probability, reason))
+        items.append(
+            ScoredAdapter(profile, match.similarity, *scores, match.probability, reason, match.part)
+        )
     return choose(items, limits, installed, scorer)
 
 
@@ -139,6 +153,7 @@ def choose(
     candidates: list[_ScoredCandidate] = []
     likely: list[_ScoredCandidate] = []
     best = 0.0
+    tasks = sum(not item.excluded and item.part >= limits.threshold for item in items)
     for scored in items:
         item = _ScoredCandidate(
             scored.profile,
@@ -147,25 +162,29 @@ def choose(
             scored.memory,
             scored.score,
             scored.probability,
+            scored.part,
         )
         candidates.append(item)
         if scored.excluded:
             item.why = scored.excluded
             continue
-        best = max(best, scored.probability)
-        if scored.probability >= limits.threshold:
+        if tasks > 1 and scored.part >= limits.threshold:
+            item.has_own_task = True
+        best = max(best, item.likelihood)
+        if item.likelihood >= limits.threshold:
             likely.append(item)
     stack = _StackBuilder(limits, installed, candidates, scorer)
-    close = CLOSE_ODDS * _odds(max((item.probability for item in likely), default=0.0))
-    for item in sorted(likely, key=lambda item: (_odds(item.probability) < close, *_rank(item))):
+    close = CLOSE_ODDS * _odds(max((item.likelihood for item in likely), default=0.0))
+    for item in sorted(likely, key=lambda item: (_odds(item.likelihood) < close, *_rank(item))):
         item.why = stack.try_add(item)
     primary = stack.primary
     return AdapterDecision(
         chosen=stack.ordered(),
         primary=None if primary is None else primary.profile,
         specialist=stack.specialist,
-        confidence=1.0 - best if primary is None else primary.probability,
+        confidence=1.0 - best if primary is None else primary.likelihood,
         candidates=tuple(_candidate_of(item) for item in sorted(candidates, key=_rank)),
+        by_task=stack.by_task(),
     )
 
 
@@ -201,6 +220,8 @@ def _why_not_together(item: _ScoredCandidate, first: _ScoredCandidate) -> str:
     alike = bool(one.examples) and same_purpose(one.examples, other.examples)
     if one.card.digest == other.card.digest or alike:
         return f"for the same prompts as {other.card.name}"
+    if item.has_own_task and first.has_own_task:
+        return ""
     close = _odds(item.probability) >= CLOSE_ODDS * _odds(first.probability)
     if min(item.probability, first.probability) >= MIN_PROBABILITY_TOGETHER and close:
         return ""
@@ -250,7 +271,7 @@ class _StackBuilder:
         if why:
             return why
         self._add(item, whole[len(profiles) + 1 :], specialist)
-        return CHOSEN
+        return CHOSEN_FOR_PART if item.has_own_task else CHOSEN
 
     def _why_impossible(
         self, whole: list[AdapterProfile], needed: list[AdapterProfile]
@@ -287,7 +308,7 @@ class _StackBuilder:
         for profile in needed:
             other = by_digest.get(profile.card.digest)
             if other is None:
-                other = _ScoredCandidate(profile, 0.0, *self.scorer.scores(profile, 0.0), 0.0)
+                other = _ScoredCandidate(profile, 0.0, *self.scorer.scores(profile, 0.0), 0.0, 0.0)
                 self.candidates.append(other)
             other.why = f"required by {item.profile.card.name}"
             self._append(other)
@@ -299,6 +320,10 @@ class _StackBuilder:
     def ordered(self) -> tuple[AdapterProfile, ...]:
         members = sorted(self.members, key=lambda m: (m.profile.load_order, *_rank(m)))
         return tuple(member.profile for member in members)
+
+    def by_task(self) -> tuple[AdapterProfile, ...]:
+        able = [member.profile for member in self.members if member.has_own_task]
+        return tuple(able) if len(able) > 1 else ()
 
 
 def _candidate_of(item: _ScoredCandidate) -> Candidate:
@@ -313,6 +338,7 @@ def _candidate_of(item: _ScoredCandidate) -> Candidate:
         item.probability,
         item.chosen,
         item.why,
+        item.part,
     )
 
 

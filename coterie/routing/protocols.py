@@ -25,6 +25,11 @@ class AdapterMatch(Protocol):
     def probability(self) -> float:
         """The calibrated probability that it is the right one."""
 
+    @property
+    def part(self) -> float:
+        """The same for a part of the text, if another adapter is for another part of it; 0 = there
+        is no such part."""
+
 
 class Matcher(Protocol):
     """Immutable: finds the adapters of one catalog by content."""
@@ -34,9 +39,9 @@ class Matcher(Protocol):
         """The lowest probability at which an adapter should be chosen."""
 
     def match(
-        self, text: str, features: PromptFeatures | None = None, k: int = 16
+        self, text: str, features: PromptFeatures | None = None, k: int = 30
     ) -> Sequence[AdapterMatch]:
-        """At most `k`, the most likely first."""
+        """The `k` most likely first, and those that the prompt's words name, by probability."""
 
 
 class OutcomeRates(Protocol):

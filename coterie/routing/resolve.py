@@ -17,6 +17,7 @@ from coterie.core.errors import ConfigError, Forbidden, InvalidRequest, NotFound
 from coterie.core.plan import AdapterChoice
 from coterie.core.quick_init import quick_init
 from coterie.core.request import AUTO, AdapterHint, RouteHints
+from coterie.core.sampling import NO_RECOMMENDATION, ModelRecommendation
 from coterie.routing.protocols import AdapterCatalog
 
 # most names that an error message lists
@@ -30,7 +31,8 @@ MIN_CONTAINED = 3
 @dataclass(frozen=True, slots=True)
 class Specialist:
     """The router's view of a specialist: its name, its model's generation_config and fingerprint,
-    its engine's memory for adapters, and the adapters that it always runs with."""
+    its engine's memory for adapters, the adapters that it always runs with, and what the authors of
+    its model recommend."""
 
     name: str
     generation: Mapping[str, Any] = field(default_factory=dict)
@@ -39,6 +41,7 @@ class Specialist:
     fixed: tuple[FixedAdapter, ...] = ()
     # what it serves, beside its own name
     intents: tuple[str, ...] = ()
+    recommended: ModelRecommendation = NO_RECOMMENDATION
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,13 @@ class NameResolver:
         for item in specialists:
             by_fingerprint.setdefault(item.fingerprint, []).append(item.name)
         self._by_fingerprint = {base: tuple(names) for base, names in by_fingerprint.items()}
+        # name or digest of an adapter -> the specialists that always run with it
+        self._owners: dict[str, set[str]] = {}
+        for item in specialists:
+            for fixed in item.fixed:
+                card = fixed.profile.card
+                self._owners.setdefault(card.name, set()).add(item.name)
+                self._owners.setdefault(card.digest, set()).add(item.name)
 
     def read(self, hints: RouteHints) -> RequestedNames:
         return read(self.named(hints), self.specialists)
@@ -106,13 +116,13 @@ class NameResolver:
 
     def resolve(self, hints: RouteHints) -> ResolvedRoute:
         """Refuses names that do not exist, and adapters that do not fit or cannot run together."""
-        requested, excluded_names = self.read(hints), self.excluded(hints.exclude)
+        requested, excluded_names = self.read(hints), self.excluded(hints)
         self._check_allowed(requested.base, hints.allowed)
         if not requested.adapters:
             return ResolvedRoute(requested.base or self.default_of(hints.allowed))
         num_in_model = len(requested.adapters) - len(hints.adapters)
         cards = [
-            self._card(hint, "model" if index < num_in_model else "experts")
+            self._card(hint, "model" if index < num_in_model else "experts", hints)
             for index, hint in enumerate(requested.adapters)
         ]
         if len({card.digest for card in cards}) < len(cards):
@@ -121,6 +131,8 @@ class NameResolver:
                 param="experts",
             )
         stack = self._completed([self._catalog.profile(card) for card in cards], excluded_names)
+        for index, profile in enumerate(stack):
+            self._check_expert(profile.card, hints, "model" if index < num_in_model else "experts")
         weights = [hint.weight for hint in requested.adapters] + [1.0] * (len(stack) - len(cards))
         chosen = tuple(
             AdapterChoice(full_name(profile), profile.card.digest, weight)
@@ -144,6 +156,26 @@ class NameResolver:
                 f"this key may not use the specialist `{base}`; it may use {_listed(allowed)}",
                 param="model",
             )
+
+    def may_use(self, card: AdapterCard, hints: RouteHints) -> bool:
+        """Whether the tenant may use an adapter, on a specialist that it may use. One that
+        specialists always run with belongs to them: the right to one of them is needed, and is
+        enough."""
+        if not hints.allowed and not hints.allowed_experts:
+            return True
+        owners = self._owners.get(card.name, set()) | self._owners.get(card.digest, set())
+        if owners:
+            return not hints.allowed or not owners.isdisjoint(hints.allowed)
+        return not hints.allowed_experts or card.name in hints.allowed_experts
+
+    def _check_expert(self, card: AdapterCard, hints: RouteHints, param: str) -> None:
+        if not self.may_use(card, hints):
+            raise Forbidden(f"this key may not use the expert `{card.name}`", param=param)
+
+    def _names_for(self, hints: RouteHints) -> list[str]:
+        """The names and aliases of the adapters that the tenant may use, for messages."""
+        found = ((name, self._catalog.find(name, "")) for name in self._catalog.names())
+        return [name for name, card in found if card is not None and self.may_use(card, hints)]
 
     def with_fixed(self, specialist: str, chosen: tuple[AdapterChoice, ...]) -> FixedStack:
         """The adapters that the specialist always runs with, then `chosen`. Those of `chosen` that
@@ -181,14 +213,15 @@ class NameResolver:
         card = self._catalog.find(name, version)
         return None if card is None else self._catalog.profile(card)
 
-    def excluded(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The names of the packages: aliases are resolved, and unknown names are refused."""
+    def excluded(self, hints: RouteHints) -> tuple[str, ...]:
+        """The names of the packages that the router must not choose: aliases are resolved, and
+        unknown names are refused."""
         resolved = []
-        for text in names:
+        for text in hints.exclude:
             name, at, version = text.partition("@")
             card = self._catalog.find(name, version)
             if card is None:
-                near = _did_you_mean(_near(name, list(self._catalog.names())))
+                near = _did_you_mean(_near(name, self._names_for(hints)))
                 raise NotFound(
                     f"The expert `{text[:80]}` in exclude_experts does not exist{near}",
                     param="exclude_experts",
@@ -226,20 +259,26 @@ class NameResolver:
         needed = sorted(stack[len(named) :], key=lambda p: (p.load_order, p.card.name))
         return [*named, *needed]
 
-    def _card(self, hint: AdapterHint, param: str) -> AdapterCard:
+    def _card(self, hint: AdapterHint, param: str, hints: RouteHints) -> AdapterCard:
         """`param` is the request field that named it: a model's name may also be a specialist."""
         name, _, version = hint.name.partition("@")
         card = self._catalog.find(name, version)
         if card is not None:
             return card
-        near = _near(name, list(self._catalog.names()))
+        current = self._catalog.find(name, "")
+        if current is not None:
+            self._check_expert(current, hints, param)
+        names = self._names_for(hints)
+        near = _near(name, names)
         if param == "model":
-            available = _listed(["auto", *self.specialists, *near, *self._catalog.names()])
+            usable = [
+                base for base in self.specialists if not hints.allowed or base in hints.allowed
+            ]
+            available = _listed(["auto", *usable, *near, *names])
             message = f"The model `{hint.name}` does not exist; there is: {available}"
         else:
-            hint_text = _did_you_mean(near) or f"; there is: {_listed(self._catalog.names())}"
+            hint_text = _did_you_mean(near) or f"; there is: {_listed(names)}"
             message = f"The expert `{hint.name}` does not exist{hint_text}"
-        current = self._catalog.find(name, "")
         if current is not None:
             message = (
                 f"The expert `{name}` has no version `{version}` here; the current one is "
@@ -261,15 +300,15 @@ class NameResolver:
         candidates = [requested.base] if requested.base else usable
         for card in cards:
             if not set(candidates).intersection(self.fits(card)):
-                raise InvalidRequest(self._unfit(card, candidates), param="model")
+                raise InvalidRequest(self._unfit(card, candidates, usable), param="model")
         raise InvalidRequest("these experts were made for different base models", param="experts")
 
-    def _unfit(self, card: AdapterCard, candidates: Sequence[str]) -> str:
+    def _unfit(self, card: AdapterCard, candidates: Sequence[str], usable: Sequence[str]) -> str:
         served = ", ".join(
             f"`{name}` ({self.specialists[name].fingerprint[:12]})" for name in candidates
         )
         bases = ", ".join(base[:12] for base in card.bases)
-        others = [name for name in self.fits(card) if name not in candidates]
+        others = [name for name in self.fits(card) if name in usable and name not in candidates]
         hint = f"; ask for `{others[0]}:{card.name}`" if others else ""
         return (
             f"the expert `{card.name}@{card.version}` was made for another base model ({bases}), "

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.aliases import NO_ALIASES, ModelAliases
@@ -44,8 +45,16 @@ from coterie.routing.decide import (
     decide,
 )
 from coterie.routing.features.features import LANGUAGES, PromptFeatures, extract, routed_text
-from coterie.routing.match.embed import DEFAULT, EMBEDDERS
-from coterie.routing.protocols import AdapterCatalog, Matcher, NoAdapters, NoOutcomes, OutcomeRates
+from coterie.routing.features.instruction import bounded
+from coterie.routing.match.embed import DEFAULT, EMBEDDERS, embedding
+from coterie.routing.protocols import (
+    AdapterCatalog,
+    AdapterMatch,
+    Matcher,
+    NoAdapters,
+    NoOutcomes,
+    OutcomeRates,
+)
 from coterie.routing.resolve import (
     NameResolver,
     RequestedNames,
@@ -57,9 +66,11 @@ from coterie.routing.resolve import (
 __all__ = ["ResolvedRoute", "Router", "Specialist"]
 
 # adapters that are considered for one request
-CANDIDATES = 16
+CANDIDATES = 30
 NO_NAMES = RequestedNames(None)
 _UNTUNED = TunedFields()
+# the reason of a plan whose names came from the caller
+NAMED = "named by the caller"
 NOT_READY = "no experts: their index is not ready"
 
 
@@ -167,6 +178,10 @@ class Router:
         """The specialists that an adapter was made for; an adapter without a base fits all."""
         return self._names.fits(card)
 
+    def may_use(self, card: AdapterCard, hints: RouteHints) -> bool:
+        """Whether the tenant may use an adapter, on a specialist that it may use."""
+        return self._names.may_use(card, hints)
+
     def plan(self, request: InferenceRequest, vendor: Sampling = VENDOR_DEFAULTS) -> RoutePlan:
         """Makes the decision. `vendor` holds the defaults of the caller's dialect."""
         started = time.perf_counter()
@@ -176,17 +191,21 @@ class Router:
         else:
             draft = self._by_name(request, requested)
         self._add_fixed(draft, requested)
+        specialist = self._names.specialists[draft.specialist]
+        recommended = specialist.recommended.sampling_for(request.prompt)
         values: dict[str, float] = {}
         changed = _UNTUNED
         if draft.features is not None:
             stage_start = time.perf_counter()
-            draft.features = with_capabilities(draft.features, draft.primary)
-            values = values_for(draft.features.task_type, draft.primary)
+            by_task = () if draft.decision is None else draft.decision.by_task
+            draft.features = with_capabilities(draft.features, draft.primary, by_task)
+            values = values_for(draft.features.task_type, draft.primary, recommended)
             alone = draft.primary if len(draft.adapters) == 1 else None
             changed = tuned(request, values, alone)
             draft.timings_ms["tune"] = _ms_since(stage_start)
-        generation = self._names.specialists[draft.specialist].generation
-        resolved = resolve_sampling(request.sampling, generation, vendor, values)
+        resolved = resolve_sampling(
+            request.sampling, specialist.generation, vendor, values, recommended
+        )
         draft.timings_ms["total"] = _ms_since(started)
         return RoutePlan(
             request_id=request.id,
@@ -242,7 +261,7 @@ class Router:
         requested = self._names.read(hints)
         able = declared(hints.intent, self.served_intents(hints)) if hints.intent else ()
         if requested != NO_NAMES:
-            return route, "named by the caller"
+            return route, NAMED
         if able:
             return replace(route, specialist=able[0]), f"declared intent {hints.intent}"
         return route, "default specialist"
@@ -252,8 +271,7 @@ class Router:
         if not (self._classifies or hints.intent) or draft.features is None:
             return
         stage_start = time.perf_counter()
-        embedder = EMBEDDERS[DEFAULT]()
-        given = classifier_input(text, draft.features, embedder, hints.intent)
+        given = classifier_input(text, draft.features, EMBEDDERS[DEFAULT](), hints.intent)
         self._choose_specialist(draft, hints, given)
         draft.timings_ms["classify"] = _ms_since(stage_start)
 
@@ -267,20 +285,22 @@ class Router:
 
     def _by_content(self, hints: RouteHints, prompt: Prompt) -> _PlanDraft:
         draft = _PlanDraft(self._names.default_of(hints.allowed))
-        exclude = self._names.excluded(hints.exclude)
+        exclude = self._names.excluded(hints)
         draft.features = _features(hints, prompt, draft.timings_ms)
         text = routed_text(_instruction(hints, prompt), hints.document)
+        matcher = self._matcher or self._catalog.matcher()
+        if self._classifies or matcher is not None:
+            _embed(draft, text)
         self._classify(draft, hints, text)
         if draft.classified is not None and self._names.specialists[draft.specialist].fixed:
             # it runs with its own adapters
             return draft
-        matcher = self._matcher or self._catalog.matcher()
         if matcher is None:
             # those that are damaged are in no index
             return _without_experts(draft, bool(self._catalog.current_profiles()))
         draft.threshold = self._settings.threshold or matcher.threshold
         stage_start = time.perf_counter()
-        matches = matcher.match(text, draft.features, CANDIDATES)
+        matches = self._matches(matcher, text, draft.features, hints)
         draft.timings_ms["match"] = _ms_since(stage_start)
         stage_start = time.perf_counter()
         limits = self._choice_limits(hints, draft.threshold, exclude)
@@ -290,6 +310,18 @@ class Router:
         )
         draft.timings_ms["decide"] = _ms_since(stage_start)
         return _decided(draft, decision)
+
+    def _matches(
+        self, matcher: Matcher, text: str, features: PromptFeatures, hints: RouteHints
+    ) -> Sequence[AdapterMatch]:
+        """The most likely adapters of those that the tenant may use."""
+        if not hints.allowed and not hints.allowed_experts:
+            return matcher.match(text, features, CANDIDATES)
+        installed = self._catalog.current_profiles().values()
+        hidden = sum(not self._names.may_use(item.card, hints) for item in installed)
+        found = matcher.match(text, features, CANDIDATES + hidden)
+        usable = (item for item in found if self._names.may_use(item.profile.card, hints))
+        return list(islice(usable, CANDIDATES))
 
     def plan_again(self, request_id: str, hints: RouteHints, stored: StoredRouting) -> RoutePlan:
         """The decision about a request of the past, from what was stored of it. Only who answers is
@@ -337,9 +369,11 @@ class Router:
                     excluded = "" if installed.fits(profile.card) else installed.unfit
                 scores = scorer.scores(profile, item.similarity)
                 items.append(
-                    ScoredAdapter(profile, item.similarity, *scores, item.probability, excluded)
+                    ScoredAdapter(
+                        profile, item.similarity, *scores, item.probability, excluded, item.part
+                    )
                 )
-        exclude = self._names.excluded(hints.exclude)
+        exclude = self._names.excluded(hints)
         limits = self._choice_limits(hints, self._settings.threshold or threshold, exclude)
         return _decided(draft, choose(items, limits, installed, scorer))
 
@@ -357,11 +391,14 @@ class Router:
             # what a specialist always runs with is for that specialist alone
             if only and card.name in self._fixed_names:
                 return ()
+            # it may be required by one that the tenant may use
+            if not self._names.may_use(card, hints):
+                return ()
             able = (only,) if only else hints.allowed or self._names.specialists
             return tuple(name for name in self._names.fits(card) if name in able)
 
         profiles, find = self._catalog.current_profiles(), self._names.find
-        if only or hints.allowed:
+        if only or hints.allowed or hints.allowed_experts:
             return InstalledAdapters(profiles, find, fits, NOT_HERE)
         return InstalledAdapters(profiles, find, self._names.fits)
 
@@ -377,6 +414,15 @@ def _features(hints: RouteHints, prompt: Prompt, timings_ms: dict[str, float]) -
     features = extract(_instruction(hints, prompt), hints.document)
     timings_ms["features"] = _ms_since(stage_start)
     return features
+
+
+def _embed(draft: _PlanDraft, text: str) -> None:
+    """The vector is a feature too: what chooses a specialist and an adapter reads it."""
+    stage_start = time.perf_counter()
+    embedding(bounded(text), EMBEDDERS[DEFAULT]())
+    took_ms = _ms_since(stage_start)
+    draft.timings_ms["features.embedding"] = took_ms
+    draft.timings_ms["features"] = round(draft.timings_ms["features"] + took_ms, 4)
 
 
 def _instruction(hints: RouteHints, prompt: Prompt) -> str:
@@ -414,11 +460,11 @@ def _decided(draft: _PlanDraft, decision: AdapterDecision) -> _PlanDraft:
         AdapterChoice(full_name(profile), profile.card.digest) for profile in decision.chosen
     )
     whys = {candidate.digest: candidate for candidate in decision.candidates}
-    draft.reasons += tuple(
-        f"{choice.name}: {whys[choice.digest].why}, probability "
-        f"{whys[choice.digest].probability:.2f}"
-        for choice in draft.adapters
-    )
+    by_task = {profile.card.digest for profile in decision.by_task}
+    for choice in draft.adapters:
+        found = whys[choice.digest]
+        probability = found.part if choice.digest in by_task else found.probability
+        draft.reasons += (f"{choice.name}: {found.why}, probability {probability:.2f}",)
     return draft
 
 
@@ -473,16 +519,26 @@ TASK_VALUES: dict[str, dict[str, float]] = {
 }  # fmt: skip
 # an adapter that states its decoding was evaluated without a penalty unless it states one
 _EVALUATED_WITH = {"repetition_penalty": 1.0}
+_NO_PENALTY = 1.0
 _PLACEHOLDER = re.compile(r"\{(prompt|body)\}")
 
 
-def with_capabilities(features: PromptFeatures, adapter: AdapterProfile | None) -> PromptFeatures:
+# of an answer to tasks of different types: it has no form of its own
+SEVERAL_TASKS = "transformation"
+
+
+def with_capabilities(
+    features: PromptFeatures,
+    adapter: AdapterProfile | None,
+    by_task: Sequence[AdapterProfile] = (),
+) -> PromptFeatures:
     """The features with the task type and language of the chosen adapter (its `task:` and `tech:`
-    capabilities), which have priority over what the prompt looks like."""
-    stated = (
-        {} if adapter is None else dict(c.split(":", 1) for c in adapter.capabilities if ":" in c)
-    )
+    capabilities), which have priority over what the prompt looks like. `by_task`: adapters that are
+    each for a task of their own."""
+    stated = {} if adapter is None else _stated(adapter)
     task, language = stated.get("task", ""), stated.get("tech", "")
+    if len({_stated(item).get("task", "") for item in by_task}) > 1:
+        task = SEVERAL_TASKS
     task = task if task in TASK_VALUES else features.task_type
     language = language if language in LANGUAGES else features.code_language
     if (task, language) == (features.task_type, features.code_language):
@@ -490,9 +546,22 @@ def with_capabilities(features: PromptFeatures, adapter: AdapterProfile | None) 
     return replace(features, task_type=task, code_language=language)
 
 
-def values_for(task_type: str, adapter: AdapterProfile | None) -> dict[str, float]:
-    """The adapter's values have priority over those of the task type."""
+def _stated(adapter: AdapterProfile) -> dict[str, str]:
+    return dict(c.split(":", 1) for c in adapter.capabilities if ":" in c)
+
+
+def values_for(
+    task_type: str, adapter: AdapterProfile | None, recommended: Mapping[str, float]
+) -> dict[str, float]:
+    """The adapter's values have priority over those of the task type. Where the model's authors
+    recommend a temperature, a task type makes an answer no wilder than they do: above it, or with a
+    penalty that they leave out, a small model writes nonsense."""
     values = dict(TASK_VALUES[task_type])
+    if "temperature" in recommended:
+        for name in ("temperature", "repetition_penalty"):
+            if values[name] > recommended.get(name, _NO_PENALTY):
+                # resolved as in a request that is not tuned
+                del values[name]
     if adapter is not None and adapter.decoding:
         values |= _EVALUATED_WITH | dict(adapter.decoding)
     return values
@@ -506,7 +575,7 @@ def tuned(
     if hints.tune and request.limits.max_tokens is None:
         tokens = int(values["max_tokens"])
     if adapter is None:
-        return TunedFields(max_tokens=tokens)
+        return TunedFields(max_tokens=tokens, sampling=values)
     chat = request.prompt if isinstance(request.prompt, Chat) else None
     response_format, pattern = request.response_format, ""
     if response_format is None and not (chat is not None and chat.tools):
@@ -515,7 +584,7 @@ def tuned(
     if chat is not None and adapter.template:
         prompt = rewritten(chat, adapter.template, hints.instruction, hints.document)
     own = response_format if response_format is not request.response_format else None
-    return TunedFields(prompt, tokens, own, pattern)
+    return TunedFields(prompt, tokens, own, pattern, values)
 
 
 def rewritten(chat: Chat, template: str, instruction: str, document: str) -> Prompt | None:

@@ -20,7 +20,12 @@ from coterie.routing.classify.decide import ServedIntents, decide
 from coterie.routing.classify.evaluate import calibration_error, evaluate
 from coterie.routing.classify.features import decoded, encoded, prompt_input
 from coterie.routing.classify.structure import structures
-from coterie.routing.classify.traffic import LabelledPrompt, input_hash, read_traffic
+from coterie.routing.classify.traffic import (
+    LabelledPrompt,
+    input_hash,
+    read_labels,
+    read_traffic,
+)
 from coterie.routing.classify.trained import TrainedRouter, unpacked
 from coterie.routing.classify.versions import RouterVersions, folder_of, gate
 from coterie.routing.match.embed import static
@@ -294,6 +299,40 @@ def test_traffic_may_hold_features_in_place_of_text(tmp_path: Path) -> None:
     assert (greeting.label, greeting.group) == ("reject", "me")
     with pytest.raises(ConfigError, match="each label needs 8 prompts"):
         trainer.train([text, greeting])
+
+
+def calibration_row(at: float, primary: str = "doctor", **more: Any) -> dict[str, Any]:
+    row = {"input": encoded(given(SQL)), "specialist": "recipe", "primary": primary}
+    return {**row, "shadow": "cook", "at": at, "judged": "one_check", **more}
+
+
+def test_labels_of_an_unhealthy_time_are_refused_and_the_rest_is_used(tmp_path: Path) -> None:
+    log, written = tmp_path / "calibration.jsonl", tmp_path / "traffic.jsonl"
+    lines = [
+        calibration_row(10.0),
+        calibration_row(20.0),
+        calibration_row(25.0, primary="cook", shadow="doctor"),
+        calibration_row(26.0, primary="lawyer"),
+        {"unhealthy": "doctor", "since": 20.0, "until": 30.0},
+        calibration_row(31.0),
+        # a server that judged each answer by other checks wrote no `judged`
+        calibration_row(40.0, judged=""),
+    ]
+    log.write_text("\n".join(map(json.dumps, lines)))
+    written.write_text(json.dumps({"prompt": SQL, "specialist": "sql"}))
+    used, refused = read_labels([written, log], static())
+    assert [item.label for item in used] == ["sql", "recipe", "recipe", "recipe"]
+    assert [(item.place, item.reason, item.specialist) for item in refused] == [
+        ("calibration.jsonl:2", "unhealthy", "doctor"),
+        ("calibration.jsonl:3", "unhealthy", "doctor"),
+        ("calibration.jsonl:7", "other_checks", "doctor"),
+    ]
+    # whatever order the files have
+    assert len(read_labels([log, written], static())[1]) == 3
+    for line in ({"unhealthy": "doctor", "since": "x", "until": 1}, calibration_row(True)):
+        log.write_text(json.dumps(line))
+        with pytest.raises(ConfigError, match=r"calibration\.jsonl:1: `(since|at)` must be"):
+            read_labels([log], static())
 
 
 def test_groups_are_left_out_together() -> None:

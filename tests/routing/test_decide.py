@@ -218,6 +218,48 @@ def test_a_good_record_does_not_outweigh_what_a_prompt_is_for() -> None:
     assert names(routed(fleet, {"meant": 1.0, "proven": 1.0}, max_adapters=1)) == ["proven"]
 
 
+def with_parts(
+    profiles: list[AdapterProfile],
+    chances: dict[str, tuple[float, float]],
+    settings: RoutingSettings | None = None,
+    **hints: Any,
+) -> RoutePlan:
+    """Of each name, the probability for the whole prompt and for a part of it."""
+    current = {p.card.name: p for p in profiles}
+    matches = [
+        Matched(current[name], whole, whole, part) for name, (whole, part) in chances.items()
+    ]
+    router = Router(SPECIALISTS, Fleet(profiles, Answers(matches)), settings)
+    return router.plan(asking("some prompt", **hints))
+
+
+def test_two_tasks_get_two_experts_if_both_are_likely_and_get_along() -> None:
+    fleet = [profile("sql", load_order=1), profile("json"), profile("other")]
+    both = {"sql": (0.8, 0.95), "json": (0.1, 0.6), "other": (0.3, 0.0)}
+    plan = with_parts(fleet, both)
+    # composed by load_order
+    assert names(plan) == ["json", "sql"] and plan.confidence == 0.95
+    assert whys(plan) == {
+        "sql": "chosen for a part of the prompt",
+        "json": "chosen for a part of the prompt",
+        "other": "below threshold",
+    }
+    assert any("probability 0.60" in reason for reason in plan.reasons)
+    # the caller's limit, its exclusions and the operator's threshold count as ever
+    assert names(with_parts(fleet, both, max_adapters=1)) == ["sql"]
+    alone = with_parts(fleet, both, exclude=("sql",))
+    assert names(alone) == [] and whys(alone)["json"] == "below threshold"
+    strict = with_parts(fleet, both, RoutingSettings(threshold=0.7))
+    assert names(strict) == ["sql"] and whys(strict)["sql"] == "chosen"
+    for second in (
+        profile("json", incompatible_with=("sql",)),
+        profile("json", max_chain=1),
+        profile("json", bases=(OTHER,)),
+    ):
+        plan = with_parts([fleet[0], second, fleet[2]], both)
+        assert names(plan) == ["sql"] and not whys(plan)["json"].startswith("chosen")
+
+
 def test_a_matcher_that_is_behind_the_catalog() -> None:
     """What was removed is not chosen; what was replaced is chosen as it is now."""
     old, new, gone = profile("a", "1.0.0"), profile("a", "2.0.0"), profile("gone")
@@ -295,7 +337,7 @@ def test_named_requests_are_not_matched() -> None:
     assert answers.asked == []
     router.plan(asking("whole text", instruction="the wish", document="the material"))
     (text, features, k), *_ = answers.asked
-    assert text == "the wish\nthe material" and k == CANDIDATES == 16 and features is not None
+    assert text == "the wish\nthe material" and k == CANDIDATES == 30 and features is not None
 
 
 _BARRED = (

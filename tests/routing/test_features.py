@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from coterie.core.settings import TASK_TYPES
 from coterie.routing.features.features import HEAD_CHARS, TAIL_CHARS, extract, routed_text
+from coterie.routing.features.instruction import parts_of
 from coterie.routing.router import TASK_VALUES
 
 TASKS = [
@@ -193,3 +194,31 @@ def test_hostile_texts_cost_little() -> None:
 )
 def test_what_is_spoken_of_is_not_what_is_wanted(prompt: str, task_type: str) -> None:
     assert extract(prompt).task_type == task_type
+
+
+def test_parts_of_a_text_that_may_be_tasks() -> None:
+    def parts(text: str) -> list[str]:
+        return [text[begin:end] for begin, end in parts_of(text, 8)]
+
+    assert parts("Slug of this title. Also tell me its mood") == [
+        "Slug of this title.",
+        "Also tell me its mood",
+    ]
+    assert parts("Slug of this title, and its mood") == ["Slug of this title", "its mood"]
+    assert parts("1. name it\n2. sort it, then count it") == [
+        "1. name it",
+        "2. sort it",
+        "count it",
+    ]
+    assert parts("a) date b) name and (c and d) as well as 'one and two. Three.'") == [
+        "a) date",
+        "b) name",
+        "(c and d)",
+        "'one and two. Three.'",
+    ]
+    for hostile in (" " * 1200, f"and{' ' * 1190}x", "a,  " * 300, "and " * 300, "'a " * 400):
+        began = time.thread_time()
+        parts(hostile)
+        assert time.thread_time() - began < 0.1
+    assert parts("") == parts(" \n") == []
+    assert len(parts("and then " * 1000)) <= 8 and len(parts_of("a. " * 1000, 8)) == 8

@@ -11,8 +11,9 @@ import pytest
 
 from benchmarks.routing.catalogs import made_up, shipped
 from coterie.core.adapters import AdapterProfile
+from coterie.routing.features.features import extract
 from coterie.routing.match.embed import DEFAULT, EMBEDDERS
-from coterie.routing.match.matcher import Matcher
+from coterie.routing.match.matcher import MAX_HINTED, Matcher
 from coterie.routing.match.probes import (
     AGAINST,
     FOR,
@@ -69,6 +70,26 @@ def test_of_many_only_the_likely_are_asked(
     assert len(found) == 3 and found[0].profile.card.name == "url-slug"
     chances = [item.probability for item in found]
     assert chances == sorted(chances, reverse=True)
+
+
+def test_words_of_a_prompt_add_candidates() -> None:
+    """Of many packages, those whose keyword or capability a prompt names are considered too."""
+    near = tuple(f"Bake a cake with {x} for the guests" for x in ("nuts", "figs", "rum", "milk"))
+    many = [profile(f"cakes-{number}", examples=near) for number in range(12)]
+    far = profile("tables", keywords=("pivot",), examples=("Sum the rows of this sheet",))
+    code = profile("queries", capabilities=("tech:sql",), examples=("Which rows are newest?",))
+    matcher = Matcher.build([*many, far, code], EMBEDDER)
+    text = "Bake a cake with figs for the guests, a pivot and some SQL"
+    nearest = {item.profile.card.name for item in matcher.match(text, k=4)}
+    assert len(nearest) == 4 and not nearest & {"tables", "queries"}
+    found = matcher.match(text, extract(text), k=4)
+    assert nearest | {"tables", "queries"} == {item.profile.card.name for item in found}
+    chances = [item.probability for item in found]
+    assert chances == sorted(chances, reverse=True)
+    # a word that many packages share adds a few of them
+    shared = [replace(item, keywords=("guests",)) for item in many]
+    matcher = Matcher.build([*shared, far, code], EMBEDDER)
+    assert len(matcher.match(text, extract(text), k=1)) == 1 + MAX_HINTED
 
 
 def test_what_did_not_change_is_not_learnt_again(briefly_known: list[AdapterProfile]) -> None:

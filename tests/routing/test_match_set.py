@@ -6,11 +6,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from itertools import combinations
+from typing import Any
 
 import pytest
 
 from benchmarks.routing import questions as routing_set
-from benchmarks.routing.accuracy import cross_validated, routed, router_of, scored
+from benchmarks.routing.accuracy import (
+    cross_validated,
+    experts_of,
+    request,
+    routed,
+    router_of,
+    scored,
+)
 from benchmarks.routing.catalogs import shipped
 from benchmarks.routing.questions import Item
 from coterie.routing.match.learn import cached_matcher
@@ -47,13 +56,35 @@ def test_there_is_enough_of_everything(dev: list[Item]) -> None:
 
 @pytest.mark.parametrize("name", ["dev", "near_miss_dev", "held_out", "near_miss_held_out"])
 def test_nothing_of_it_is_learnt_from(name: str) -> None:
-    learnt = set(ordinary_prompts())
-    for profile in shipped():
-        learnt.update(profile.examples, profile.counterexamples)
+    learnt = learnt_texts()
     items = routing_set.read(routing_set.FOLDER / f"{name}.jsonl")
     asked = {item.prompt for item in items}
     asked |= {f"{item.prompt}\n\n{item.body}" for item in items if item.body}
     assert len(items) >= 270 and not learnt & asked
+
+
+def learnt_texts() -> set[str]:
+    learnt = set(ordinary_prompts())
+    for profile in shipped():
+        learnt.update(profile.examples, profile.counterexamples)
+    return learnt
+
+
+def test_two_tasks_are_of_every_pair_and_nothing_of_them_is_learnt_from() -> None:
+    parts = [
+        routing_set.read_two_tasks(routing_set.FOLDER / f"two_tasks_{name}.jsonl")
+        for name in ("held_out", "dev")
+    ]
+    names = {profile.card.name for profile in shipped()}
+    pairs = [frozenset(pair) for pair in combinations(sorted(names), 2)]
+    for items, least in zip(parts, (60, 63), strict=True):
+        counts = Counter(item.experts for item in items)
+        assert sum(counts[pair] for pair in pairs) == least and all(counts[pair] for pair in pairs)
+        assert sum(counts[frozenset({name})] for name in names) >= 15 and counts[frozenset()] >= 20
+        assert len({(item.prompt, item.body) for item in items}) == len(items)
+        assert not learnt_texts() & {item.prompt for item in items}
+    held_out, dev = ({item.prompt for item in items} for items in parts)
+    assert not held_out & dev
 
 
 def test_packages_say_much_about_when_to_use_them() -> None:
@@ -67,9 +98,7 @@ def test_near_misses_are_many_and_of_every_expert(near: list[Item], dev: list[It
     counts = Counter(item.expert for item in near)
     assert counts.keys() == {*(profile.card.name for profile in shipped()), None}
     assert counts[None] >= 200 and min(counts.values()) >= 15
-    learnt = set(ordinary_prompts()) | {item.prompt for item in dev}
-    for profile in shipped():
-        learnt.update(profile.examples, profile.counterexamples)
+    learnt = learnt_texts() | {item.prompt for item in dev}
     assert not learnt & {item.prompt for item in near}
 
 
@@ -140,3 +169,41 @@ def test_a_long_document_is_not_read_to_its_end(matcher: Matcher) -> None:
     long = matcher.match(wish + "word " * 400_000 + tail)
     assert time.thread_time() - begun < 0.5
     assert long == matcher.match(wish + "other " * 400_000 + tail)
+
+
+def pairs_found(matcher: Matcher, name: str, every: int = 1) -> dict[str, Any]:
+    items = routing_set.read_two_tasks(routing_set.FOLDER / f"{name}.jsonl")[::every]
+    router = router_of(shipped(), matcher)
+    chosen = [experts_of(router, Item(item.prompt, item.body, None)) for item in items]
+    return routing_set.two_tasks_quality(items, chosen)
+
+
+def test_a_prompt_with_two_tasks_gets_both_experts(matcher: Matcher) -> None:
+    held_out = pairs_found(matcher, "two_tasks_held_out")
+    assert held_out["both"]["n"] == 60 and held_out["both"]["count"] >= 48
+    assert held_out["two_for_one_task"]["share"] <= 0.05
+    dev = pairs_found(matcher, "two_tasks_dev")
+    assert dev["both"]["share"] >= 0.95 and dev["two_for_one_task"]["share"] <= 0.02
+
+
+def test_plain_prompts_and_near_misses_do_not_get_two(matcher: Matcher) -> None:
+    router = router_of(shipped(), matcher)
+    for name in ("held_out", "near_miss_held_out"):
+        items = routing_set.read(routing_set.FOLDER / f"{name}.jsonl")[::2]
+        found = routing_set.quality_of(routed(router, items))
+        assert found["with_further_experts"] <= 0.02 * len(items)
+
+
+def test_each_of_two_tasks_is_told(matcher: Matcher) -> None:
+    text = "Make a slug of: Rain in June. Also, is this positive or negative: it broke at once."
+    plan = router_of(shipped(), matcher).plan(request(Item(text, "", None)))
+    assert {choice.name.partition("@")[0] for choice in plan.adapters} == {"url-slug", "sentiment"}
+    assert plan.trace is not None
+    chosen = [item for item in plan.trace.candidates if item.chosen]
+    assert {item.why for item in chosen} == {"chosen for a part of the prompt"}
+    assert all(item.part >= matcher.threshold for item in chosen)
+    assert all(item.part == 0 for item in plan.trace.candidates if not item.chosen)
+    # the answer has the form of neither task alone
+    assert plan.trace.task_type == "transformation" and plan.trace.has_several_tasks
+    timings = plan.trace.timings_ms
+    assert 0 < timings["features.embedding"] < timings["features"] < timings["total"]

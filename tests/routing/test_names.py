@@ -66,7 +66,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> AdapterRegistry:
         return registry.install(
             lora_directory(folder / f"{name}{seed}", seed),
             trust=TrustStore(folder / "trust.json"),
-            allow_unsigned=True, bases=bases, name=name, version=version,
+            allow_unsigned=True, bases=bases, name=name, version=version, now=True,
         )  # fmt: skip
 
     install("sql", "1.0.0", 1, [BASE])

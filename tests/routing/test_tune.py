@@ -19,6 +19,7 @@ from coterie.core.request import (
     Sampling,
     Text,
 )
+from coterie.core.sampling import ModelRecommendation, sampling_sources
 from coterie.routing.router import TASK_VALUES, Router, Specialist
 from tests.helpers.adapters.profiles import BASE, Answers, Fleet, Matched, asking, profile
 
@@ -170,3 +171,26 @@ def test_a_plan_is_the_same_for_the_same_request() -> None:
         two, trace=replace(two.trace, timings_ms={})
     )
     assert RouteHints() == RouteHints() and one.trace.timings_ms["total"] > 0
+
+
+def test_a_task_type_is_no_wilder_than_the_models_authors() -> None:
+    """A small model writes nonsense above their temperature, and with a penalty that they leave
+    out."""
+    advice = ModelRecommendation("tiny", "its card", {"temperature": 0.3, "top_p": 0.9})
+    known = Router([Specialist("base", recommended=advice)])
+    request = replace(asking(STORY), hints=RouteHints("base", tune=True))
+    plan = known.plan(request)
+    assert plan.sampling.temperature == 0.3 and plan.sampling.repetition_penalty is None
+    # what a task type makes less wild is tuned, and what they do not recommend
+    assert plan.sampling.top_p == TASK_VALUES["creative_writing"]["top_p"]
+    sources = sampling_sources(
+        plan.sampling, request.sampling, {}, advice.sampling, plan.tuned.sampling
+    )
+    assert {name: item.source for name, item in sources.items()} == {
+        "temperature": "recommended",
+        "top_p": "tuned",
+    }
+    colder = replace(asking("Classify this text as spam or ham: buy now"), hints=request.hints)
+    assert known.plan(colder).sampling.temperature == TASK_VALUES["classification"]["temperature"]
+    warm = replace(request, sampling=Sampling(temperature=0.9))
+    assert known.plan(warm).sampling.temperature == 0.9

@@ -115,12 +115,17 @@ def test_closing_while_one_is_being_built() -> None:
 
 
 def install(
-    registry: AdapterRegistry, folder: Path, name: str, seed: int, **sections: Any
+    registry: AdapterRegistry,
+    folder: Path,
+    name: str,
+    seed: int,
+    now: bool = False,
+    **sections: Any,
 ) -> AdapterCard:
     made = package(folder, name=name, seed=seed, version=f"{seed}.0.0", **sections)
     assert isinstance(made.source, Path)
     return registry.install(
-        made.source, trust=TrustStore(folder / "trust.json"), allow_unsigned=True
+        made.source, trust=TrustStore(folder / "trust.json"), allow_unsigned=True, now=now
     )
 
 
@@ -154,7 +159,11 @@ def test_from_package_to_plan(tmp_path: Path) -> None:
                 "slug@2.0.0",
             }
             before = catalog.current_profiles()["sql"]
+            # nothing is routed to a staged version
             await catalog.change(lambda r: install(r, tmp_path, "slug", 3, routing=SLUG))
+            await catalog.settled()
+            assert chosen("Make a URL slug: Hello World") == ["slug@2.0.0"]
+            await catalog.change(lambda r: install(r, tmp_path, "slug", 3, True, routing=SLUG))
             # at once, though the matcher is older than the new version
             assert chosen("Make a URL slug: Hello World") == ["slug@3.0.0"]
             assert catalog.current_profiles()["sql"] is before

@@ -3,6 +3,10 @@
 `intent` may stand in place of `specialist`; `reject`, `none` and `general` mean that none of the
 others should answer. `body` is the prompt's document, `group` its author or source. In place of
 `prompt` a line may have `input`, the features that a receipt or the calibration log holds.
+
+Lines of a calibration log are labels that a server found itself. They are refused if one check did
+not judge both answers, or if a line says that one of the two specialists was unhealthy then:
+`{"unhealthy": "doctor", "since": 1.0, "until": 2.0}`, in seconds since 1970.
 """
 
 from __future__ import annotations
@@ -36,20 +40,109 @@ class LabelledPrompt:
     group: str = ""
 
 
+# what a server writes as `judged`
+ONE_CHECK = "one_check"
+# why a line is refused
+UNHEALTHY, OTHER_CHECKS = "unhealthy", "other_checks"
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedLabel:
+    """A line of a calibration log that is not used."""
+
+    # file:line
+    place: str
+    # one of the two reasons above
+    reason: str
+    # the specialist that was unhealthy, or that answered first
+    specialist: str
+
+
+@dataclass(frozen=True, slots=True)
+class _UnhealthyTime:
+    specialist: str
+    since: float
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class _FoundLabel:
+    """What a line of a calibration log says about its label."""
+
+    place: str
+    primary: str
+    shadow: str
+    at: float
+    judged: str
+
+
 def read_traffic(paths: Iterable[Path], embedder: Embedder) -> list[LabelledPrompt]:
     """Refuses a file with a line that is not a labelled prompt, and names the line."""
-    found: list[LabelledPrompt] = []
+    return read_labels(paths, embedder)[0]
+
+
+def read_labels(
+    paths: Iterable[Path], embedder: Embedder
+) -> tuple[list[LabelledPrompt], list[RefusedLabel]]:
+    """The same, and the lines that are left out."""
+    found: list[tuple[LabelledPrompt, _FoundLabel | None]] = []
+    times: list[_UnhealthyTime] = []
     for path in paths:
         try:
             with path.open(encoding="utf-8") as file:
                 for number, line in enumerate(file, 1):
                     if line.strip():
-                        found.append(_labelled(line, f"{path.name}:{number}", embedder))
-                    if len(found) > MAX_LINES:
+                        place = f"{path.name}:{number}"
+                        fields = _fields(line, place)
+                        if "unhealthy" in fields:
+                            times.append(_unhealthy_time(fields, place))
+                        else:
+                            item = _labelled(fields, place, embedder)
+                            found.append((item, _found_label(fields, place)))
+                    if len(found) + len(times) > MAX_LINES:
                         raise ConfigError(f"more than {MAX_LINES} prompts", param="data")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {path}: {error}", param="data") from None
-    return found
+    used: list[LabelledPrompt] = []
+    refused: list[RefusedLabel] = []
+    for item, label in found:
+        why = None if label is None else _refusal(label, times)
+        if why is None:
+            used.append(item)
+        else:
+            refused.append(why)
+    return used, refused
+
+
+def _refusal(label: _FoundLabel, times: Sequence[_UnhealthyTime]) -> RefusedLabel | None:
+    for item in times:
+        is_one = item.specialist in (label.primary, label.shadow)
+        if is_one and item.since <= label.at <= item.until:
+            return RefusedLabel(label.place, UNHEALTHY, item.specialist)
+    if label.judged != ONE_CHECK:
+        return RefusedLabel(label.place, OTHER_CHECKS, label.primary)
+    return None
+
+
+def _found_label(fields: dict[str, Any], place: str) -> _FoundLabel | None:
+    """None for a line that a person wrote."""
+    if "primary" not in fields or "shadow" not in fields:
+        return None
+    primary, shadow = str(fields["primary"]), str(fields["shadow"])
+    at = _number(fields, "at", place)
+    return _FoundLabel(place, primary, shadow, at, str(fields.get("judged") or ""))
+
+
+def _unhealthy_time(fields: dict[str, Any], place: str) -> _UnhealthyTime:
+    since, until = (_number(fields, name, place) for name in ("since", "until"))
+    return _UnhealthyTime(str(fields["unhealthy"]), since, until)
+
+
+def _number(fields: dict[str, Any], name: str, place: str) -> float:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{place}: `{name}` must be seconds since 1970", param="data")
+    return float(value)
 
 
 def labels_of(items: Sequence[LabelledPrompt]) -> tuple[str, ...]:
@@ -57,13 +150,17 @@ def labels_of(items: Sequence[LabelledPrompt]) -> tuple[str, ...]:
     return (REJECT, *sorted({item.label for item in items} - {REJECT}))
 
 
-def _labelled(line: str, place: str, embedder: Embedder) -> LabelledPrompt:
+def _fields(line: str, place: str) -> dict[str, Any]:
     try:
         fields = json.loads(line) if len(line) <= MAX_LINE_CHARS else None
     except ValueError:
         fields = None
     if not isinstance(fields, dict):
         raise ConfigError(f"{place}: this is no JSON object of reasonable length", param="data")
+    return fields
+
+
+def _labelled(fields: dict[str, Any], place: str, embedder: Embedder) -> LabelledPrompt:
     label = _label(fields, place)
     group = str(fields.get("group") or "")
     stored = fields.get("input")

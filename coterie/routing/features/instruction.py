@@ -131,6 +131,43 @@ def split_material(text: str) -> tuple[str, str]:
     return rest, " ".join(material)
 
 
+# where a task may end and another begin: a line, a sentence, an item of a list, "and", "then".
+# Possessive, and never begun inside white space: a text of spaces takes no time
+_PART_END = re.compile(
+    r"\n++"
+    r"|(?<=[.?!;])(?<!\b\d\.)[\"”')]*+\s++(?=\S)"
+    r"|(?<!\s)\s++(?=(?:[-*]|\(?[1-9a-d][.):]|\[[1-9]\])\s)"
+    r"|(?<![\s,]),?\s++"
+    r"(?:(?:and|then|also|plus|additionally|afterwards|after that|as well as)\s++)++(?=\S)"
+    r"|,\s++(?=(?:then|plus|also|with)\b)",
+    re.I,
+)
+_BRACKETS = re.compile(r"\([^()\n]{3,200}\)")
+_HIDDEN = "\x00"
+
+
+def parts_of(text: str, most: int) -> list[tuple[int, int]]:
+    """Begin and end of each part of a text that may be a task of its own, at most `most`. Nothing
+    ends within a quotation or brackets."""
+    hidden = text
+    for pattern in (_QUOTED, _BRACKETS):
+        hidden = pattern.sub(_hide, hidden)
+    parts: list[tuple[int, int]] = []
+    begin = 0
+    for end in _PART_END.finditer(hidden):
+        if text[begin : end.start()].strip():
+            parts.append((begin, end.start()))
+        begin = end.end()
+    if text[begin:].strip():
+        parts.append((begin, len(text)))
+    return parts[:most]
+
+
+def _hide(match: re.Match[str]) -> str:
+    found = match[0]
+    return f"{found[0]}{_HIDDEN * (len(found) - 2)}{found[-1]}"
+
+
 def _find_opening(tokens: list[str]) -> tuple[str, int]:
     for index, word in enumerate(tokens[:_MAX_OPENING]):
         opening = _OPENING.get(word)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Protocol
@@ -31,6 +31,13 @@ class Embedder(Protocol):
 
     def embed(self, text: str) -> Vector:
         """A vector of unit length, or zero for a text without words."""
+
+
+# one request asks for its feature, its specialist and its adapters
+@lru_cache(maxsize=4)
+def embedding(text: str, embedder: Embedder) -> Vector:
+    """The vector of a text of limited length. It is shared: it must not be changed."""
+    return embedder.embed(text)
 
 
 class StaticEmbedder:

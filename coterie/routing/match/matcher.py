@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from coterie.core.adapters import AdapterProfile
 from coterie.core.errors import MissingDependency
+from coterie.routing.features.instruction import bounded, parts_of
 from coterie.routing.match.embed import Embedder
 from coterie.routing.match.probe_store import LearntProbes
 from coterie.routing.match.probes import Invert, Probe, inverted, probes
@@ -27,7 +28,13 @@ from coterie.routing.match.sketch import NUM_BUCKETS, TextSketch, shape, sketch
 if TYPE_CHECKING:
     from coterie.routing.features.features import PromptFeatures
 
-CANDIDATES = 16
+CANDIDATES = 30
+# most adapters that are added because of the prompt's words
+MAX_HINTED = 8
+# lowest probability, for the whole text, of an adapter that may be for a part of it, and how many
+# of them are tried
+PART_GATE, MAX_PART_ADAPTERS = 0.03, 4
+MAX_PARTS = 8
 # factor for the number of rows taken from the graph, because it compares less than the probes do
 _GRAPH_FACTOR = 8
 # columns of a graph's row for words, in addition to those for meaning and shape
@@ -42,12 +49,13 @@ _TYPICAL_SHAPE = shape(
 
 
 class AdapterMatch(NamedTuple):
-    """One adapter that a text may be for; both numbers are 0 to 1, and the probability is
-    calibrated."""
+    """One adapter that a text may be for; all numbers are 0 to 1, probabilities are calibrated."""
 
     profile: AdapterProfile
     similarity: float
     probability: float
+    # for a part of the text, if another adapter is for another part; 0 = there is no such part
+    part: float = 0.0
 
 
 class Matcher:
@@ -55,10 +63,11 @@ class Matcher:
         self, profiles: Sequence[AdapterProfile], learnt: LearntProbes, embedder: Embedder
     ) -> None:
         self._profiles, self._embedder = tuple(profiles), embedder
-        self._calibration: ScoreCalibration = calibration_of(embedder.name)
+        self.calibration: ScoreCalibration = calibration_of(embedder.name)
         self._joint, self._short = learnt.joint, learnt.short
         # a text uses few of its rows
         self._words, self._scales = learnt.words, learnt.scales
+        self._rows_by_word = _rows_by_word(self._profiles)
         self._graph: AdapterIndex | None = None
         if len(self._profiles) > MAX_EXACT_ROWS:
             rows = [_row(learnt, row) for row in range(len(self._profiles))]
@@ -72,20 +81,87 @@ class Matcher:
     @property
     def threshold(self) -> float:
         """The lowest probability at which an adapter should be chosen."""
-        return self._calibration.threshold
+        return self.calibration.threshold
 
     def match(
         self, text: str, features: PromptFeatures | None = None, k: int = CANDIDATES
     ) -> list[AdapterMatch]:
-        """At most `k` adapters, the most likely first."""
+        """At most `k` adapters, the most likely first, and those that the prompt's words name."""
         query = sketch(text, self._embedder)
         rows, scores = self._scored(query, k)
-        order = np.lexsort((rows, -scores))[:k]
-        best = scores[order].astype(np.float64)
-        similar = np.minimum(np.maximum((best + 1.0) / 2.0, 0.0), 1.0)
-        likely = self._calibration.probability(best)
-        results = zip(rows[order].tolist(), similar.tolist(), likely.tolist(), strict=True)
-        return [AdapterMatch(self._profiles[row], *figures) for row, *figures in results]
+        best = np.lexsort((rows, -scores))[:k]
+        rows, scores = rows[best], scores[best]
+        hinted = self._hinted(features, rows) if len(self._profiles) > k else None
+        if hinted is not None and len(hinted):
+            rows = np.concatenate((rows, hinted))
+            scores = np.concatenate((scores, self._full_scores(query, hinted)))
+            order = np.lexsort((rows, -scores))
+            rows, scores = rows[order], scores[order]
+        exact = scores.astype(np.float64)
+        similar = np.minimum(np.maximum((exact + 1.0) / 2.0, 0.0), 1.0)
+        likely = self.calibration.probability(exact).tolist()
+        found = rows.tolist()
+        parts = self._part_probabilities(bounded(text), found, likely)
+        return [
+            AdapterMatch(self._profiles[row], similarity, probability, parts.get(row, 0.0))
+            for row, similarity, probability in zip(found, similar.tolist(), likely, strict=True)
+        ]
+
+    def _hinted(
+        self, features: PromptFeatures | None, known: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Adapters with a keyword or a capability that the prompt names, those with the rarest ones
+        first."""
+        if features is None:
+            return np.empty(0, np.int64)
+        named = {*features.words, features.code_language, "json" if features.has_json else ""}
+        by_word = [(self._rows_by_word[word], word) for word in named if word in self._rows_by_word]
+        seen, hinted = set(known.tolist()), []
+        for rows, _ in sorted(by_word, key=lambda item: (len(item[0]), item[1])):
+            for row in rows:
+                if row not in seen:
+                    seen.add(row)
+                    hinted.append(row)
+                if len(hinted) == MAX_HINTED:
+                    return np.array(hinted, np.int64)
+        return np.array(hinted, np.int64)
+
+    def _part_probabilities(
+        self, text: str, rows: Sequence[int], likely: Sequence[float]
+    ) -> dict[int, float]:
+        """By row, for the likeliest adapter and another one: the probability for a part of the text
+        that is not the other's. Empty if nothing suggests that the text has two tasks."""
+        count = 0
+        while count < min(len(likely), MAX_PART_ADAPTERS) and likely[count] >= PART_GATE:
+            count += 1
+        if count < 2:
+            return {}
+        parts = parts_of(text, MAX_PARTS)
+        if len(parts) < 2:
+            return {}
+        tried = np.array(rows[:count], np.int64)
+        # [parts, adapters]
+        each = np.stack([self._probabilities(text[begin:end], tried) for begin, end in parts])
+        where = each.argmax(axis=0).tolist()
+        found: dict[int, float] = {}
+        for other in range(1, count):
+            one_at, other_at = where[0], where[other]
+            if one_at == other_at:
+                continue
+            one, second = each[one_at, 0], each[other_at, other]
+            if min(one, second) < self.threshold:
+                # a task may have several parts: all up to the later one's begin, or all from there
+                cut = parts[max(one_at, other_at)][0]
+                halves = [self._probabilities(half, tried) for half in (text[:cut], text[cut:])]
+                one = max(one, halves[one_at > other_at][0])
+                second = max(second, halves[other_at > one_at][other])
+            if min(one, second) > min(found.values(), default=0.0):
+                found = {rows[0]: float(one), rows[other]: float(second)}
+        return found
+
+    def _probabilities(self, text: str, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        scores = self._full_scores(sketch(text, self._embedder), rows)
+        return self.calibration.probability(scores.astype(np.float64))
 
     def _scored(self, query: TextSketch, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """At least `k` rows with their scores, if there are that many."""
@@ -99,13 +175,16 @@ class Matcher:
             rough = self._short[rows] if self._graph is not None else self._short
             best = np.argpartition(rough @ _short_query(query) + word_scores, -k)[-k:]
             rows, word_scores = rows[best], word_scores[best]
-        form = np.concatenate((_ONE, query.form))
-        meaning = np.concatenate((_ONE, query.meaning))
-        pairs = (form[:, None] * meaning).ravel()
         # without a copy if these are all rows, in order
         joint = self._joint if is_all else self._joint[rows]
-        scores: NDArray[np.float32] = joint @ pairs + word_scores
+        scores: NDArray[np.float32] = joint @ _pairs(query) + word_scores
         return rows, scores
+
+    def _full_scores(self, query: TextSketch, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Of a few rows."""
+        words = query.weights @ self._words[np.ix_(query.grams, rows)]
+        scores: NDArray[np.float32] = self._joint[rows] @ _pairs(query) + words * self._scales[rows]
+        return scores
 
     def _word_scores(self, query: TextSketch, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         weights = (
@@ -115,6 +194,29 @@ class Matcher:
         )
         word_scores: NDArray[np.float32] = (query.weights @ weights) * self._scales[rows]
         return word_scores
+
+
+def _pairs(query: TextSketch) -> NDArray[np.float32]:
+    """Each number of the shape times each of the meaning."""
+    form = np.concatenate((_ONE, query.form))
+    pairs: NDArray[np.float32] = (form[:, None] * np.concatenate((_ONE, query.meaning))).ravel()
+    return pairs
+
+
+# capabilities whose value is a word of prompts: `tech:sql`, `format:json`
+_WORD_CAPABILITIES = ("tech:", "format:")
+
+
+def _rows_by_word(profiles: Sequence[AdapterProfile]) -> dict[str, list[int]]:
+    """Keyword or capability -> the adapters that state it."""
+    found: dict[str, list[int]] = {}
+    for row, profile in enumerate(profiles):
+        stated = [
+            c.partition(":")[2] for c in profile.capabilities if c.startswith(_WORD_CAPABILITIES)
+        ]
+        for word in dict.fromkeys(word.lower() for word in (*profile.keywords, *stated)):
+            found.setdefault(word, []).append(row)
+    return found
 
 
 def _short(probe: Probe) -> NDArray[np.float32]:

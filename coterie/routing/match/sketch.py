@@ -26,7 +26,7 @@ from coterie.routing.features.instruction import (
     instruction,
     words,
 )
-from coterie.routing.match.embed import Embedder, Vector
+from coterie.routing.match.embed import Embedder, Vector, embedding
 
 # hash buckets for words and pairs: one half for the whole text, one half for its instruction
 NUM_BUCKETS = 1 << 15
@@ -87,7 +87,7 @@ def read_text(text: str, embedder: Embedder) -> ReadText:
     second = sorted(asked.union(_opening_buckets(request)))
     grams = first + [bucket + _HALF for bucket in second]
     values = _shape_values(text, tokens, request)
-    return ReadText(embedder.embed(text), values, request.opening, grams, len(first))
+    return ReadText(embedding(text, embedder), values, request.opening, grams, len(first))
 
 
 @lru_cache(maxsize=4)
