@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from coterie.adapters.kinds.patch_builder import is_finite
 from coterie.adapters.kinds.table import ADAPTERS
 from coterie.core.errors import NotFound, WeightsError
 from coterie.packages.adapter_kinds import BASE_HEAD, kind_of
-from coterie.packages.paths import adapter_digest
+from coterie.packages.paths import adapter_digest, chunks_of, open_regular
 from coterie.packages.safetensors_header import check_header, header_length
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -51,7 +52,7 @@ def describe(directory: Path) -> AdapterFacts:
         config = parse_config(_read(directory / CONFIG, _MAX_CONFIG_BYTES))
         kind = kind_of(config)
         tokens = ADAPTERS[kind].stored.soft_tokens(config)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             header = int.from_bytes(file.read(8), "little")
         # reading the header also checks that the tensors fill the file
         with safe_open(path, "pt"):
@@ -123,12 +124,13 @@ def _weights_file(directory: Path) -> Path:
 
 def _read(path: Path, limit: int) -> bytes:
     try:
-        size = path.stat().st_size
-        if size > limit:
-            raise WeightsError(f"{path.name}: {size} bytes; at most {limit} are read")
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise WeightsError(f"{path.name}: missing") from error
+        if not path.exists():
+            raise WeightsError(f"{path.name}: missing")
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
+                raise WeightsError(f"{path.name}: {size} bytes; at most {limit} are read")
+            return b"".join(chunks_of(file, size, path.name))
     except OSError as error:
         raise WeightsError(f"{path.name}: cannot be read ({error.strerror})") from error
 
@@ -223,8 +225,8 @@ class AdapterLibrary:
 
 def _read_whole(path: Path) -> bytearray:
     try:
-        with path.open("rb", buffering=0) as file:
-            data = bytearray(path.stat().st_size)
+        with open_regular(path) as file:
+            data = bytearray(os.fstat(file.fileno()).st_size)
             # one call reads at most 2 GiB
             view, filled = memoryview(data), 0
             while count := file.readinto(view[filled:]):

@@ -24,6 +24,7 @@ from coterie.core.lru import LruCache
 from coterie.kernels.cpu.build import use_threads_here
 from coterie.kernels.patch import PatchStack
 from coterie.obs.log import log
+from coterie.weights.shortage import started
 
 if TYPE_CHECKING:
     from coterie.adapters.base import AdaptableModel, Adapter
@@ -68,13 +69,12 @@ class StackLoader:
     def put(self, entry: StackEntry) -> None:
         if len(self._reads) + len(self._placements) >= MAX_LOADS:
             raise Overloaded(f"{MAX_LOADS} adapters are being loaded already", retry_after_s=1.0)
+        if self._thread is None:
+            [self._thread] = started(self._work, "adapters", 1)
         if self._host.holds(entry.key, entry.facts.digests):
             self._enqueue(entry)
         else:
             self._reads.append(entry)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="adapters", daemon=True)
-            self._thread.start()
         self._residency.changed.notify_all()
 
     def prefer(self, entry: StackEntry) -> None:

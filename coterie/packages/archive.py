@@ -12,7 +12,7 @@ import os
 import pickletools
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,8 +28,10 @@ from coterie.packages.paths import (
     WEIGHTS,
     adapter_digest,
     check_together,
+    chunks_of,
     file_sha256,
     is_tensors,
+    open_regular,
 )
 from coterie.packages.safetensors_header import check_header, header_length
 from coterie.packages.strict_json import parse
@@ -37,7 +39,6 @@ from coterie.packages.tar_stream import BLOCK, LIMITS, PackageLimits, entries
 
 # packages up to this size are unpacked from memory
 _KEEP_BYTES = 64 << 20
-_CHUNK_BYTES = 1 << 20
 # fields of `integrity` that describe the signature
 _SIGNATURE_FIELDS = frozenset({"signature", "signature_algorithm", "pubkey", "key_id"})
 
@@ -119,7 +120,7 @@ def unpack(package: Package, into: Path, names: Callable[[str], bool] = lambda n
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(package.contents[name])
     missing = selected - package.contents.keys()
-    for name, chunks in _streams(package.source) if missing else ():
+    for name, chunks in _streams(package, frozenset(missing)) if missing else ():
         if name in missing:
             _write(into / name, chunks, package.files[name])
             missing.discard(name)
@@ -166,9 +167,8 @@ def _file_part(name: str, path: Path) -> Part:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            yield chunk
+    with open_regular(path) as file:
+        yield from chunks_of(file, os.fstat(file.fileno()).st_size, str(path))
 
 
 def _check_stated(manifest: Manifest, files: Mapping[str, PackageFile], where: str) -> None:
@@ -184,12 +184,13 @@ def _check_stated(manifest: Manifest, files: Mapping[str, PackageFile], where: s
             raise WeightsError(f"{where}: refused, the digest of {name!r} is not its manifest's.")
 
 
-def _streams(source: Source) -> Iterator[tuple[str, Iterator[bytes]]]:
+def _streams(package: Package, wanted: Collection[str]) -> Iterator[tuple[str, Iterator[bytes]]]:
     """A second reading, which must give the digests of the first."""
+    source = package.source
     if isinstance(source, Path) and source.is_dir():
-        # text files are always in memory
-        for path in source.rglob("*.safetensors"):
-            yield path.relative_to(source).as_posix(), _chunks(path)
+        # a folder may hold other files too, which are not opened
+        for name in sorted(wanted):
+            yield name, _chunks(source / name)
         return
     with _opened(source, _where(source)) as (raw, _):
         for entry in entries(raw, _where(source)):
@@ -220,8 +221,8 @@ def _opened(source: Source, where: str) -> Iterator[tuple[BinaryIO, int]]:
     try:
         if not source.is_file():
             raise WeightsError(f"{where}: no such file. Check the path.")
-        with source.open("rb") as file:
-            yield file, source.stat().st_size
+        with open_regular(source) as file:
+            yield file, os.fstat(file.fileno()).st_size
     except OSError as error:
         raise WeightsError(f"{where}: cannot be read ({error.strerror}). Check it.") from error
 

@@ -7,6 +7,7 @@ refused.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,20 @@ from coterie.packages.paths import (
     adapter_digest,
     check_path,
     check_together,
+    chunks_of,
     is_known,
     is_pickle,
     is_tensors,
+    open_regular,
 )
 from coterie.packages.tar_stream import LIMITS
 
-_CHUNK_BYTES = 1 << 20
 _MAX_FILES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class CollectedFiles:
-    # package name -> file
+    # package name -> file, without a link in its path
     files: dict[str, Path]
     left_out: tuple[str, ...]
 
@@ -49,8 +51,7 @@ def collect(directory: Path) -> CollectedFiles:
     for path in _listed(directory):
         name = path.relative_to(directory).as_posix()
         if is_known(name):
-            _refuse_leak(path, directory)
-            files[check_path(name.encode(), str(directory))] = path
+            files[check_path(name.encode(), str(directory))] = _real_path(path, directory)
         else:
             left_out.append(name)
     for name in (CONFIG, WEIGHTS):
@@ -66,7 +67,7 @@ def open_directory(directory: Path) -> Package:
     contents: dict[str, bytes] = {}
     texts = 0
     for name, path in collect(directory).files.items():
-        files[name], data = _checked(name, path)
+        files[name], data = _checked(name, path, directory)
         texts += 0 if is_tensors(name) else files[name].size
         if texts > LIMITS.texts_bytes or len(files) > LIMITS.entries:
             raise WeightsError(f"{directory}: refused, more texts than an expert has. Check it.")
@@ -92,14 +93,14 @@ def _default_manifest(
     }
 
 
-def _checked(name: str, path: Path) -> tuple[PackageFile, bytes | None]:
+def _checked(name: str, path: Path, directory: Path) -> tuple[PackageFile, bytes | None]:
     try:
-        size = path.stat().st_size
-        if size > (LIMITS.total_bytes if is_tensors(name) else LIMITS.text_bytes):
-            raise WeightsError(f"{path}: refused, {size} bytes are too many for it.")
-        checker = FileChecker(name, size, str(path.parent), keep=False)
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
+        with open_regular(path, resolved=True) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > (LIMITS.total_bytes if is_tensors(name) else LIMITS.text_bytes):
+                raise WeightsError(f"{path}: refused, {size} bytes are too many for it.")
+            checker = FileChecker(name, size, str(directory), keep=False)
+            for chunk in chunks_of(file, size, str(path)):
                 checker.feed(chunk)
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read ({error.strerror}). Check it.") from error
@@ -114,14 +115,13 @@ def _listed(directory: Path) -> list[Path]:
         raise WeightsError(f"{directory}: cannot be read ({error.strerror}). Check it.") from error
 
 
-def _refuse_leak(path: Path, directory: Path) -> None:
-    """The author of the folder must not be able to include other files of this machine. Only the
-    Hugging Face cache keeps its files elsewhere, in `blobs` next to `snapshots`."""
-    if not path.is_symlink():
-        return
+def _real_path(path: Path, directory: Path) -> Path:
+    """The path without links. The author of the folder must not be able to include other files of
+    this machine. Only the Hugging Face cache keeps its files elsewhere, in `blobs` next to
+    `snapshots`."""
     target, home = path.resolve(), directory.resolve()
     if home in target.parents or target.parent == home.parent.parent / "blobs":
-        return
+        return target
     raise WeightsError(f"{path}: refused, a link to a file outside {directory}. Copy the file.")
 
 

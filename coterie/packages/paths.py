@@ -7,8 +7,11 @@ refused here, before any byte of the file is read.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 
 from coterie.core.errors import WeightsError
@@ -29,10 +32,56 @@ def digest_of(directory: Path) -> str:
     return adapter_digest(file_sha256(directory / CONFIG), file_sha256(directory / WEIGHTS))
 
 
+def open_regular(path: Path, *, resolved: bool = False) -> FileIO:
+    """Open a regular file for reading, without a buffer. A pipe or a device is refused and never
+    waited for, also if it takes the file's place at this moment. `resolved`: the path was resolved,
+    so a link anywhere in it has been put there since, and is refused."""
+    try:
+        handle = _open_unlinked(path) if resolved else os.open(path, _FLAGS)
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read ({error.strerror}). Check the path.") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise WeightsError(f"{path}: refused, not a regular file. Check the path.")
+    return FileIO(handle)
+
+
+# opening a pipe would wait for a writer
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+_FOLDER_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | getattr(os, "O_DIRECTORY", 0)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+
+
+def _open_unlinked(path: Path) -> int:
+    """Opens each folder of the path from the one above it."""
+    folder = os.open(path.anchor, _FOLDER_FLAGS)
+    try:
+        for part in path.parts[1:-1]:
+            below = os.open(part, _FOLDER_FLAGS | _NO_LINK, dir_fd=folder)
+            os.close(folder)
+            folder = below
+        return os.open(path.name, _FLAGS | _NO_LINK, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def chunks_of(file: FileIO, size: int, where: str) -> Iterator[bytes]:
+    """The contents of a file that had `size` bytes when it was opened. A file that grows or shrinks
+    while it is read is refused, so that the reading always ends."""
+    left = size
+    while chunk := file.read(min(_CHUNK_BYTES, left + 1)):
+        left -= len(chunk)
+        if left < 0:
+            break
+        yield chunk
+    if left:
+        raise WeightsError(f"{where}: changed while it was read. Try again.")
+
+
 def file_sha256(path: Path) -> str:
     hasher = hashlib.sha256()
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 hasher.update(chunk)
     except OSError as error:

@@ -13,12 +13,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from coterie.core.adapters import AdapterCard
-from coterie.core.errors import Forbidden, InvalidRequest, NotFound, Unavailable, WeightsError
+from coterie.core.errors import (
+    Conflict,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    Unavailable,
+    WeightsError,
+)
+from coterie.core.private_files import private_folder
 from coterie.obs.log import log
 from coterie.packages import manifest as manifests
 from coterie.packages.archive import Package, Source, inspect, unpack
@@ -64,11 +72,14 @@ class AdapterRegistry:
         bases: Sequence[str] = (),
         name: str | None = None,
         version: str | None = None,
+        now: bool = False,
         check: Callable[[AdapterCard, Path], None] | None = None,
     ) -> AdapterCard:
-        """Checks an `.expert` file (or its bytes) or a PEFT directory, installs it, and makes its
-        version the current one of its name unless the name is pinned. `check` gets the folder of
-        the adapter before anything is changed, and may raise."""
+        """Checks an `.expert` file (or its bytes) or a PEFT directory and installs it. The first
+        version of a name becomes the current one. A later version is staged: it has its full name,
+        and the name alone keeps its meaning. `now` makes a later version current too, unless the
+        name is pinned. `check` gets the folder of the adapter before anything is changed, and may
+        raise."""
         package, signer = self._checked(source, trust, allow_unsigned)
         base_names = [base.name for base in package.manifest.base_models]
         card = with_bases(renamed(card_of(package, signer), name, version), bases, base_names)
@@ -81,7 +92,7 @@ class AdapterRegistry:
             self._registry_files.place_package(staged, package_files_id)
             tables.add(card, package_files_id)
             meaning = tables.meaning(card.name)
-            if meaning is None or not meaning.pinned:
+            if meaning is None or (now and not meaning.pinned):
                 tables.set_alias(card.name, card.name, card.version)
         log("expert installed", model=f"{card.name}@{card.version}", reason=signer or "unsigned")
         return card
@@ -242,6 +253,8 @@ class AdapterRegistry:
             for card in removed:
                 if card.pinned:
                     raise Forbidden(f"{name}@{card.version} is pinned. Unpin it first.")
+            if version is not None:
+                _refuse_last_current(tables, name, version)
             for card in removed:
                 package = tables.package(card.name, card.version)
                 aliases = tables.drop(card.name, card.version)
@@ -257,6 +270,7 @@ class AdapterRegistry:
         """Removes adapters that belong to no version and were not used lately, and leftovers of a
         crash. Returns the digests of the removed adapters."""
         with self._change(announce=False) as tables:
+            tables.date_back(time.time())
             self._registry_files.remove_leftovers(tables.packages(), time.time() - GRACE_S)
             for digest in (
                 self._registry_files.adapters()
@@ -281,15 +295,10 @@ class AdapterRegistry:
             self._registry_files.remove_adapter(digest)
 
     def _restore_alias(self, tables: RegistryTables, alias: str) -> None:
-        """Restores what an alias meant before. If nothing: a name gets its newest version, and an
-        alias is removed."""
+        """Restores what an alias meant before. If nothing, it is gone."""
         before = tables.pop_history(alias)
         if before is not None:
             tables.set_alias(alias, before.name, before.version)
-            return
-        versions = sorted(tables.cards(alias), key=lambda card: version_order(card.version))
-        if versions:
-            tables.set_alias(alias, alias, versions[-1].version)
 
     @contextmanager
     def _reading(self) -> Iterator[RegistryTables]:
@@ -313,6 +322,19 @@ class AdapterRegistry:
         near = near_names(name, names)
         hint = f" Did you mean {' or '.join(near)}?" if near else " See coterie expert list."
         return NotFound(f"no expert {name[:80]!r} is installed.{hint}")
+
+
+def _refuse_last_current(tables: RegistryTables, name: str, version: str) -> None:
+    """Refuse to remove the current version if only staged ones would be left: nobody has said
+    that one of them may answer."""
+    meaning = tables.meaning(name)
+    staged = [card.version for card in tables.cards(name) if card.version != version]
+    is_current = meaning is not None and meaning.version == version
+    if is_current and staged and not tables.meant_before(name, version):
+        raise Conflict(
+            f"{name}@{version} is current, and the others ({', '.join(staged)}) are staged: "
+            f"promote one of them first, or remove {name} as a whole."
+        )
 
 
 def card_of(package: Package, signer: str = "") -> AdapterCard:
@@ -377,7 +399,7 @@ class RegistryFiles:
         private = self._private_folder()
         try:
             for folder in ("adapter", "package"):
-                (private / folder).mkdir()
+                private_folder(private / folder)
             unpack(package, private / "adapter", lambda name: name in _ADAPTER)
             unpack(package, private / "package", lambda name: name not in _ADAPTER)
             yield private
@@ -390,16 +412,17 @@ class RegistryFiles:
     def place_adapter(self, staged: Path, digest: str) -> None:
         """Moves the adapter to the library, unless the same bytes are already there."""
         target = self.library / digest
-        if target.exists() and is_sound(target, digest):
+        if _is_own_folder(target) and is_sound(target, digest):
             return
         self._discard(target)
-        self.library.mkdir(parents=True, exist_ok=True)
+        private_folder(self.library)
         (staged / "adapter").rename(target)
 
     def place_package(self, staged: Path, package: str) -> None:
         target = self.packages / package
-        if not target.exists():
-            self.packages.mkdir(parents=True, exist_ok=True)
+        if not _is_own_folder(target):
+            self._discard(target)
+            private_folder(self.packages)
             (staged / "package").rename(target)
 
     def remove_adapter(self, digest: str) -> None:
@@ -415,13 +438,13 @@ class RegistryFiles:
     def remove_leftovers(self, packages: set[str], before: float) -> None:
         """Removes leftovers of a crash: packages without a version, and old private folders."""
         leftovers = [path for path in _inside(self.packages) if path.name not in packages]
-        leftovers += [path for path in _inside(self._staging) if path.stat().st_mtime < before]
+        leftovers += [path for path in _inside(self._staging) if _is_older(path, before)]
         for path in leftovers:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
 
     def _discard(self, target: Path) -> None:
         """Removes a folder in one step; open files stay readable for those who have opened them."""
-        if not target.exists():
+        if not os.path.lexists(target):
             return
         away = self._private_folder()
         target.rename(away / "gone")
@@ -429,7 +452,7 @@ class RegistryFiles:
 
     def _private_folder(self) -> Path:
         try:
-            self._staging.mkdir(parents=True, exist_ok=True)
+            private_folder(self._staging)
             return Path(tempfile.mkdtemp(dir=self._staging))
         except OSError as error:
             raise Unavailable(f"{self._staging}: cannot be written ({error.strerror}).") from error
@@ -440,6 +463,28 @@ def package_id(package: Package) -> str:
     id."""
     signature = str(package.manifest.integrity.get("signature", ""))
     return hashlib.sha256(package_message(package) + signature.encode()).hexdigest()[:32]
+
+
+def _is_own_folder(path: Path) -> bool:
+    """A link is not: what it points to belongs to somebody else and may change."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def _is_older(path: Path, before: float) -> bool:
+    """False for what another process has just removed."""
+    try:
+        return path.lstat().st_mtime < before
+    except FileNotFoundError:
+        return False
+
+
+def _remove(path: Path) -> None:
+    """A link is removed, never what it points to."""
+    if _is_own_folder(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _inside(folder: Path) -> list[Path]:

@@ -145,6 +145,11 @@ class RegistryTables:
         ).fetchone()
         return None if row is None else AliasTarget(row[0], row[1])
 
+    def meant_before(self, name: str, without: str) -> bool:
+        """Whether a name meant another version than `without` before."""
+        query = "SELECT 1 FROM history WHERE alias = ? AND NOT (name = ? AND version = ?)"
+        return self._sql.execute(query, (name, name, without)).fetchone() is not None
+
     def pin(self, alias: str, on: bool) -> None:
         self._sql.execute("UPDATE meanings SET pinned = ? WHERE alias = ?", (on, alias))
 
@@ -165,6 +170,10 @@ class RegistryTables:
     def add_loose(self, digest: str, since: float) -> None:
         """Marks an adapter that may be in use although no version has it."""
         self._sql.execute("INSERT OR REPLACE INTO loose VALUES (?,?)", (digest, since))
+
+    def date_back(self, now: float) -> None:
+        """Marks of a time that is yet to come were made before the clock was set back."""
+        self._sql.execute("UPDATE loose SET since = ? WHERE since > ?", (now, now))
 
     def loose_digests(self, before: float) -> list[str]:
         rows = self._sql.execute("SELECT digest FROM loose WHERE since <= ?", (before,))

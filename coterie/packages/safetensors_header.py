@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import WeightsError
+from coterie.packages.paths import open_regular
 
 MAX_HEADER_BYTES = 8 << 20
 _MAX_TENSORS = 50_000
@@ -39,8 +41,8 @@ def header_length(start: bytes, size: int, where: str) -> int:
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
     """Reads and checks the header of a file."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         length = header_length(file.read(8), size, path.name)
         return check_header(file.read(length), size, path.name)
 

@@ -8,21 +8,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from coterie.core.errors import Unavailable, WeightsError
+from coterie.core.errors import ConfigError, Unavailable, WeightsError
+from coterie.core.private_files import narrow_file, private_file, private_folder
 
 WAIT_S = 20.0
 
 
-def connect(path: Path, private: bool = False) -> sqlite3.Connection:
-    """A database in WAL mode, without Python's implicit transactions. A new `private` database is
-    readable only by its owner."""
+def connect(path: Path) -> sqlite3.Connection:
+    """A database in WAL mode, without Python's implicit transactions. Its folder and its files are
+    for their owner alone."""
     deadline = time.monotonic() + WAIT_S
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if private and not path.exists():
-            path.touch(0o600)
-    except OSError as error:
-        raise WeightsError(f"{path.parent}: cannot be made ({error.strerror}).") from error
+        private_folder(path.parent)
+        # the files beside it get the mode of the database
+        private_file(path)
+        for suffix in ("-wal", "-shm"):
+            narrow_file(path.with_name(path.name + suffix))
+    except ConfigError as error:
+        raise WeightsError(error.message, param=error.param) from error
     with database_errors(path):
         while True:
             connection = _open(path)

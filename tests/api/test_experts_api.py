@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from coterie.api.admin.experts import MAX_UPLOADS
 from coterie.api.routes import described
+from coterie.core.adapters import AdapterCard
 from coterie.core.config import Config
 from coterie.core.errors import NotFound
 from coterie.core.events import Delta, Failed
 from coterie.core.request import InferenceRequest, Limits, RouteHints, Sampling, Text
+from coterie.service.adapters.admin import AdapterAdmin
 from tests.helpers.adapters.peft_adapters import make_adapter
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.app_with_experts import ADMIN, CALLER, MODEL, ExpertApp, adapter
@@ -138,6 +141,35 @@ def test_bad_installations(rig: ExpertApp, body: Any, status: int, words: str) -
     assert "Traceback" not in message
 
 
+def test_packages_that_wait_for_the_registry_are_in_memory_too(
+    rig: ExpertApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So no more of them are read at once than may be in memory."""
+    inside, most, install = 0, 0, AdapterAdmin.install
+
+    async def counted(self: AdapterAdmin, *arguments: Any, **named: Any) -> AdapterCard:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.02)
+        try:
+            return await install(self, *arguments, **named)
+        finally:
+            inside -= 1
+
+    async def upload_all() -> None:
+        headers = {"authorization": f"Bearer {ADMIN}", "content-type": "application/octet-stream"}
+        posts = [
+            rig.client.post("/v1/experts", content=b"x" * 100_000, headers=headers)
+            for _ in range(8)
+        ]
+        assert {reply.status_code for reply in await asyncio.gather(*posts)} == {400}
+
+    monkeypatch.setattr(AdapterAdmin, "install", counted)
+    rig.runner.run(upload_all())
+    assert most == MAX_UPLOADS
+
+
 def test_another_base_is_refused(rig: ExpertApp) -> None:
     other = rig.package("foreign", seed=3, fingerprint="cd" * 32)
     status, message = error(rig.send("POST", "/v1/experts", other))
@@ -227,8 +259,8 @@ def test_the_model_list(rig: ExpertApp) -> None:
 
 def test_versions_flip_roll_back_and_go(rig: ExpertApp) -> None:
     for version, seed in (("1.0.0", 10), ("1.1.0", 11), ("1.2.0", 12)):
-        reply = rig.send("POST", "/v1/experts", rig.package("flip", version, seed))
-        assert reply.status_code == 201, reply.text
+        reply = rig.send("POST", "/v1/experts?now=true", rig.package("flip", version, seed))
+        assert reply.status_code == 201 and reply.json()["current"], reply.text
 
     def now() -> str:
         return rig.chat("flip").headers["x-coterie-adapter"].partition("#")[0]
@@ -270,6 +302,46 @@ def test_versions_flip_roll_back_and_go(rig: ExpertApp) -> None:
     ):
         assert rig.send(method, path, body).status_code == 404
     assert rig.send("PATCH", "/v1/experts/sql", {}).status_code == 400
+
+
+def test_a_later_version_is_staged_until_it_is_promoted(rig: ExpertApp) -> None:
+    def now() -> str:
+        return rig.chat("step").headers["x-coterie-adapter"].partition("#")[0]
+
+    def install(version: str, seed: int, **more: Any) -> bool:
+        reply = rig.send("POST", "/v1/experts", rig.package("step", version, seed, **more))
+        assert reply.status_code == 201, reply.text
+        return bool(reply.json()["current"])
+
+    assert [install(f"1.{n}.0", 40 + n) for n in range(3)] == [True, False, False]
+    assert now() == "step@1.0.0"
+    assert rig.chat("step@1.2.0").headers["x-coterie-adapter"].startswith("step@1.2.0#")
+    # nothing can judge it
+    done = rig.send("POST", "/v1/experts/step/promote").json()
+    assert (done["id"], done["current"], done["canary"]) == ("step@1.2.0", True, None)
+    assert now() == "step@1.2.0"
+    again = rig.send("POST", "/v1/experts/step:promote")
+    assert again.status_code == 409 and "current version already" in again.text
+    # its package states a form: a canary, and nobody gets it before
+    check = {"type": "regex", "text": "[0-9]+"}
+    assert not install("2.0.0", 43, check=check)
+    for share in ({"share": 0.9}, {"share": "x"}):
+        assert rig.send("POST", "/v1/experts/step@2.0.0/promote", share).status_code == 400
+    assert rig.send("POST", "/v1/experts/step@9.0.0/promote").status_code == 404
+    done = rig.send("POST", "/v1/experts/step@2.0.0/promote", {"share": 0.25}).json()
+    assert (done["current"], done["canary"]["share"]) == (False, 0.25)
+    assert done["canary"]["label"] == "step@2.0.0"
+    [running] = rig.send("GET", "/v1/ensemble").json()["canaries"]
+    assert running["candidate"] == done["digest"]
+    shown = rig.send("GET", "/v1/experts/step").json()
+    assert [v["version"] for v in shown["versions"] if v["current"]] == ["1.2.0"]
+    assert rig.send("POST", "/v1/experts/step@2.0.0/promote").status_code == 409
+    assert rig.send("DELETE", "/v1/ensemble/canaries/step").status_code == 200
+    # by its path on the server
+    body = {"path": str(adapter(seed=44)), "name": "step", "version": "3.0.0", "now": True}
+    status, message = error(rig.send("POST", "/v1/experts", body))
+    assert status == 403 and "not signed" in message
+    assert rig.send("DELETE", "/v1/experts/step").status_code == 200
 
 
 def test_vllms_two_endpoints(lax: ExpertApp) -> None:

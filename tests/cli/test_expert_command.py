@@ -108,19 +108,30 @@ def test_from_a_peft_directory_to_an_installed_expert(home: Path, capsys: Captur
 def test_versions_names_and_pins(home: Path, capsys: Capture) -> None:
     for number in (1, 2):
         file = packed(capsys, f"{number}.0.0", seed=number)
-        run(capsys, "expert", "install", file, "--allow-unsigned")
+        said = text(capsys, "expert", "install", file, "--allow-unsigned")
+    assert "staged: sql means 1.0.0 until coterie expert promote sql@2.0.0" in " ".join(
+        said.split()
+    )
     listed = run(capsys, "expert", "list")["experts"]
-    assert [(e["version"], e["current"]) for e in listed] == [("1.0.0", False), ("2.0.0", True)]
+    assert [(e["version"], e["current"]) for e in listed] == [("1.0.0", True), ("2.0.0", False)]
+    assert "promote one of them" in refused(capsys, "expert", "remove", "sql@1.0.0")
+    # no server is asked, and without one it says what to do
+    away = ("--url", "http://127.0.0.1:9")
+    assert "promote sql --now" in refused(capsys, "expert", "promote", "sql", *away)
+    assert run(capsys, "expert", "promote", "sql", "--now")["version"] == "2.0.0"
+    assert run(capsys, "expert", "show", "sql")["version"] == "2.0.0"
     assert run(capsys, "expert", "rollback", "sql")["version"] == "1.0.0"
     run(capsys, "expert", "alias", "prod", "sql@2.0.0")
     assert run(capsys, "expert", "pin", "sql")["pinned"]
     out = text(capsys, "expert", "list")
     assert "* pinned" in out and "prod = sql@2.0.0" in out
     assert "is pinned" in refused(capsys, "expert", "remove", "sql")
-    run(capsys, "expert", "install", packed(capsys, "3.0.0", seed=3), "--allow-unsigned")
+    run(capsys, "expert", "install", packed(capsys, "3.0.0", seed=3), "--allow-unsigned", "--now")
     assert run(capsys, "expert", "show", "sql")["version"] == "1.0.0"
     run(capsys, "expert", "alias", "prod", "--off")
     run(capsys, "expert", "pin", "sql", "--off")
+    run(capsys, "expert", "install", packed(capsys, "3.0.0", seed=3), "--allow-unsigned", "--now")
+    assert run(capsys, "expert", "show", "sql")["version"] == "3.0.0"
     assert len(run(capsys, "expert", "remove", "sql")["removed"]) == 3
     assert run(capsys, "expert", "list")["experts"] == []
     # a server may still be running them

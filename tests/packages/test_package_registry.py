@@ -6,12 +6,20 @@ import logging
 import multiprocessing
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coterie.core.errors import Forbidden, InvalidRequest, NotFound, Unavailable, WeightsError
+from coterie.core.errors import (
+    Conflict,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    Unavailable,
+    WeightsError,
+)
 from coterie.packages.paths import digest_of
 from coterie.packages.registry import GRACE_S, AdapterRegistry
 from coterie.packages.signing import new_key, public_of, read_key
@@ -39,9 +47,9 @@ def registry(tmp_path: Path) -> AdapterRegistry:
 
 @pytest.fixture
 def install(tmp_path: Path, key: Path, trust: TrustStore, registry: AdapterRegistry) -> Any:
-    def one(version: str = "1.0.0", seed: int = 0, **more: Any) -> Any:
+    def one(version: str = "1.0.0", seed: int = 0, now: bool = False, **more: Any) -> Any:
         path = signed_file(tmp_path / f"{version}-{seed}", key, version=version, seed=seed, **more)
-        return registry.install(path, trust=trust)
+        return registry.install(path, trust=trust, now=now)
 
     return one
 
@@ -52,7 +60,7 @@ def on_disk(registry: AdapterRegistry) -> set[str]:
     )
 
 
-def test_install_makes_it_the_version_that_its_name_means(
+def test_the_first_version_is_current_and_later_ones_are_staged(
     install: Any, registry: AdapterRegistry
 ) -> None:
     one = install("1.0.0", description="Writes SQL")
@@ -63,15 +71,20 @@ def test_install_makes_it_the_version_that_its_name_means(
     assert (registry.files(one) / "README.md").read_text() == "# An expert\n"
     two = install("1.10.0", seed=2)
     three = install("1.9.0", seed=3)
-    assert registry.find("sql") == three
-    assert registry.find("sql", "1.0.0") == one
+    assert registry.find("sql") == one
+    assert registry.find("sql", "1.9.0") == three
+    assert install("1.10.0", seed=2).digest == two.digest and registry.find("sql") == one
+    assert install("1.9.0", seed=3, now=True).digest == three.digest
+    three = registry.find("sql")
+    assert three.version == "1.9.0" and registry.rollback("sql") == one
+    two = registry.find("sql", "1.10.0")
     assert registry.versions("sql") == [one, three, two]
     assert registry.cards() == [one, three, two]
     assert list((registry.root / "staging").iterdir()) == []
 
 
 def test_rollback_goes_back_step_by_step(install: Any, registry: AdapterRegistry) -> None:
-    one, two, three = (install(f"1.{n}.0", seed=n) for n in range(3))
+    one, two, three = (install(f"1.{n}.0", seed=n, now=True) for n in range(3))
     assert registry.rollback("sql") == two
     assert registry.rollback("sql") == one
     with pytest.raises(NotFound, match="nothing else before"):
@@ -83,7 +96,7 @@ def test_rollback_goes_back_step_by_step(install: Any, registry: AdapterRegistry
 
 
 def test_aliases(install: Any, registry: AdapterRegistry) -> None:
-    one, two = install("1.0.0", seed=1), install("2.0.0", seed=2)
+    one, two = install("1.0.0", seed=1), install("2.0.0", seed=2, now=True)
     registry.alias("prod", "sql", "1.0.0")
     assert registry.find("prod") == one
     assert registry.find("prod", "2.0.0") == two
@@ -107,7 +120,7 @@ def test_aliases(install: Any, registry: AdapterRegistry) -> None:
 def test_a_pinned_name_stays(install: Any, registry: AdapterRegistry) -> None:
     one = install("1.0.0", seed=1)
     assert registry.pin("sql").pinned
-    two = install("2.0.0", seed=2)
+    two = install("2.0.0", seed=2, now=True)
     assert registry.find("sql").version == one.version
     assert registry.find("sql").pinned and not registry.find("sql", "2.0.0").pinned
     with pytest.raises(Forbidden, match="pinned"):
@@ -130,7 +143,7 @@ def test_a_pinned_name_stays(install: Any, registry: AdapterRegistry) -> None:
 
 
 def test_removal_frees_what_nobody_has(install: Any, registry: AdapterRegistry) -> None:
-    one, two = install("1.0.0", seed=1), install("2.0.0", seed=2)
+    one, two = install("1.0.0", seed=1), install("2.0.0", seed=2, now=True)
     copy = install("1.0.0", seed=1, name="copy")
     assert copy.digest == one.digest
     registry.remove("sql", "2.0.0")
@@ -155,12 +168,28 @@ def test_aliases_of_a_removed_version_go_back_or_go(
     install: Any, registry: AdapterRegistry
 ) -> None:
     one = install("1.0.0", seed=1)
-    install("2.0.0", seed=2)
+    install("2.0.0", seed=2, now=True)
     registry.alias("prod", "sql", "1.0.0")
     registry.alias("prod", "sql", "2.0.0")
     registry.alias("next", "sql", "2.0.0")
     registry.remove("sql", "2.0.0")
     assert registry.meanings() == {"prod": one, "sql": one}
+
+
+def test_a_removal_makes_no_staged_version_current(install: Any, registry: AdapterRegistry) -> None:
+    one = install("1.0.0", seed=1)
+    two = install("2.0.0", seed=2)
+    with pytest.raises(Conflict, match=r"2\.0\.0.* staged: promote"):
+        registry.remove("sql", "1.0.0")
+    assert registry.find("sql") == one
+    registry.remove("sql", "2.0.0")
+    install("2.0.0", seed=2)
+    registry.alias("sql", "sql", "2.0.0")
+    registry.remove("sql", "1.0.0")
+    assert registry.find("sql").digest == two.digest
+    registry.remove("sql")
+    assert registry.cards() == [] and registry.meanings() == {}
+    assert install("3.0.0", seed=3) == registry.find("sql")
 
 
 def test_versions_do_not_change(install: Any, registry: AdapterRegistry) -> None:
@@ -210,6 +239,7 @@ def test_a_reload_of_a_directory_is_another_version(
             trust=trust,
             allow_unsigned=True,
             name="same",
+            now=True,
         )
         for seed in range(3)
     ]
@@ -334,7 +364,7 @@ def test_a_database_that_breaks_later_is_told(install: Any, registry: AdapterReg
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(WeightsError, match="cannot be made"):
+    with pytest.raises(WeightsError, match=r"cannot be written.*COTERIE_HOME"):
         AdapterRegistry(tmp_path / "file" / "experts")
 
 
@@ -403,3 +433,17 @@ def test_threads_share_one_registry(install: Any, registry: AdapterRegistry) -> 
     for reader in readers:
         reader.join()
     assert faults == [] and seen <= {"1.0.0", "2.0.0"}
+
+
+def test_a_clock_that_is_set_back_keeps_nothing_for_ever(
+    install: Any, registry: AdapterRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mark of a time that is yet to come was made before."""
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3 * 365 * 86_400)
+    card = install("1.0.0")
+    registry.remove(card.name, keep=[card.digest])
+    monkeypatch.setattr(time, "time", real)
+    assert registry.sweep(older_than_s=GRACE_S) == []
+    monkeypatch.setattr(time, "time", lambda: real() + GRACE_S + 60)
+    assert registry.sweep(older_than_s=GRACE_S) == [card.digest]

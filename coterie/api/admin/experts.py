@@ -14,7 +14,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from coterie.api.body import RequestBody, parse, read
+from coterie.api.body import QueryParameters, RequestBody, parse, query_of, read
 from coterie.api.body_fields import Name
 from coterie.api.door import exchange_of
 from coterie.api.errors import encode
@@ -22,15 +22,25 @@ from coterie.core.adapters import AdapterCard
 from coterie.core.errors import InvalidRequest, NotFound
 from coterie.obs.log import log
 from coterie.service.adapters.admin import AdapterAdmin, InstallName
+from coterie.service.ensemble import EnsembleService
 
 JSON = "application/json"
 # uploads at the same time; each keeps its whole package in memory
 MAX_UPLOADS = 2
+# a canary's share of the requests, if the caller gives none
+CANARY_SHARE = 0.05
 
 
 class ExpertEndpoints:
-    def __init__(self, admin: AdapterAdmin, max_body_bytes: int, max_upload_bytes: int) -> None:
+    def __init__(
+        self,
+        admin: AdapterAdmin,
+        ensemble: EnsembleService,
+        max_body_bytes: int,
+        max_upload_bytes: int,
+    ) -> None:
         self.admin = admin
+        self.ensemble = ensemble
         self.max_body_bytes = max_body_bytes
         self.max_upload_bytes = max_upload_bytes
         self._uploads = asyncio.Semaphore(MAX_UPLOADS)
@@ -38,34 +48,35 @@ class ExpertEndpoints:
     async def list_experts(self, request: Request) -> Response:
         """List every installed version, and which version each name and alias means."""
         current = self.admin.current()
-        data = [
-            fields(card) | {"current": card == current.get(card.name)}
-            for card in self.admin.cards()
-        ]
+        data = [self._fields(card) for card in self.admin.cards()]
         aliases = {n: _id(card) for n, card in current.items() if n != card.name}
         return answer({"object": "list", "data": data, "aliases": aliases})
 
     async def install_expert(self, request: Request) -> Response:
-        """Install an expert: send the bytes of a package, or JSON with a path on this machine."""
+        """Install an expert: send the bytes of a package, or JSON with a path on this machine. The
+        first version of a name becomes current, a later one is staged until it is promoted."""
+        now = query_of(request, InstallQuery).now
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind == JSON:
             body = await parse(request, InstallBody, self.max_body_bytes)
             path = absolute(body.path, "path")
-            card = await self.admin.install(path, InstallName(body.name, body.version), body.base)
+            name = InstallName(body.name, body.version)
+            card = await self.admin.install(path, name, body.base, now or body.now)
         else:
             async with self._uploads:
                 data = await read(request, self.max_upload_bytes)
                 if not data:
                     raise InvalidRequest("the body is empty: send an .expert file's bytes")
-                card = await self.admin.install(data)
-        return changed(request, card, 201)
+                # still inside: a package that waits for the registry is in memory too
+                card = await self.admin.install(data, now=now)
+        return self._changed(request, card, 201)
 
     async def show_expert(self, request: Request) -> Response:
         """Show one expert, its versions and its manifest."""
         shown = await self.admin.show(*_name_and_version(request))
-        versions = [fields(card) for card in shown.versions]
+        versions = [self._fields(card) for card in shown.versions]
         more = {"versions": versions, "manifest": shown.manifest}
-        return answer(fields(shown.card) | more)
+        return answer(self._fields(shown.card) | more)
 
     async def change_expert(self, request: Request) -> Response:
         """Make an installed version the current one, or give it an alias. Takes effect at once."""
@@ -74,19 +85,41 @@ class ExpertEndpoints:
         if body.version is None and body.alias is None:
             raise InvalidRequest("give a version, an alias, or both", param="version")
         card = await self.admin.alias(body.alias or name, name, body.version or version)
-        return changed(request, card)
+        return self._changed(request, card)
 
     async def act_on_expert(self, request: Request) -> Response:
-        """Pin, unpin or roll back one expert."""
+        """Promote, pin, unpin or roll back one expert. `promote` starts a canary where checks or a
+        floor can judge the version, and makes it current at once elsewhere."""
         name, version = _name_and_version(request)
         action = request.path_params["action"]
+        if action == "promote":
+            return await self._promote(request)
         if action in ("pin", "unpin"):
-            return changed(request, await self.admin.pin(name, action == "pin", version))
+            return self._changed(request, await self.admin.pin(name, action == "pin", version))
         if action == "rollback":
             if version is not None:
                 raise InvalidRequest("a rollback takes no version: PATCH makes one current")
-            return changed(request, await self.admin.rollback(name))
-        raise NotFound("an expert can be told to pin, unpin or rollback", param="action")
+            return self._changed(request, await self.admin.rollback(name))
+        raise NotFound("an expert can be told to promote, pin, unpin or rollback", param="action")
+
+    async def _promote(self, request: Request) -> Response:
+        share = CANARY_SHARE
+        headers = request.headers
+        if "transfer-encoding" in headers or headers.get("content-length", "0") != "0":
+            share = (await parse(request, PromoteBody, self.max_body_bytes)).share
+        who = f"admin {exchange_of(request.scope).tenant}"
+        card, canary = await self.ensemble.promote(request.path_params["name"], share, who)
+        await self.ensemble.keep_changes()
+        audit(request, card)
+        return answer(self._fields(card) | {"canary": canary})
+
+    def _fields(self, card: AdapterCard) -> dict[str, Any]:
+        """The card as these endpoints return it. `current`: whether its name alone means it."""
+        return fields(card) | {"current": card == self.admin.current().get(card.name)}
+
+    def _changed(self, request: Request, card: AdapterCard, status: int = 200) -> Response:
+        audit(request, card)
+        return answer(self._fields(card), status)
 
     async def delete_expert(self, request: Request) -> Response:
         """Remove an expert, or one version of it. Requests that use it run to their end."""
@@ -119,7 +152,7 @@ class ExpertEndpoints:
 
 
 def fields(card: AdapterCard) -> dict[str, Any]:
-    """The card as these endpoints return it."""
+    """What the card says."""
     return {
         "id": _id(card),
         "object": "expert",
@@ -148,11 +181,6 @@ def audit(request: Request, card: AdapterCard) -> None:
         request_id=exchange.request_id,
         tenant_digest=exchange.tenant,
     )
-
-
-def changed(request: Request, card: AdapterCard, status: int = 200) -> Response:
-    audit(request, card)
-    return answer(fields(card), status)
 
 
 def answer(payload: Any, status: int = 200) -> Response:
@@ -189,6 +217,18 @@ class InstallBody(RequestBody):
     version: Name | None = None
     # the specialist of an adapter without a manifest; by default the first specialist
     base: Name | None = None
+    # make it current even if its name has a current version
+    now: bool = False
+
+
+class InstallQuery(QueryParameters):
+    now: bool = Field(False, description="Make it current even if its name has a current version.")
+
+
+class PromoteBody(RequestBody):
+    """How many of the requests a canary gets."""
+
+    share: float = Field(CANARY_SHARE, gt=0, le=0.5, description="Of the traffic.")
 
 
 class ExpertPatch(RequestBody):

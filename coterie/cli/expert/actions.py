@@ -72,6 +72,7 @@ def install(args: argparse.Namespace) -> int:
                 bases=fingerprints,
                 name=args.name,
                 version=args.version,
+                now=args.now,
                 # without --base: checks that it is complete, not that it fits
                 check=lambda _, folder: check_adapter(folder, fitting, args.adapter_bytes),
             )
@@ -86,8 +87,11 @@ def install(args: argparse.Namespace) -> int:
         again = " again" if known.get(_full_name(card)) == card.digest else ""
         line = f"{_full_name(card)}: installed{again} ({card.kind}, {nbytes(card.nbytes)})"
         current = registry.find(card.name)
-        if current.version != card.version:
+        if current.version != card.version and current.pinned:
             line += f"; {card.name} is pinned and still means {current.version}"
+        elif current.version != card.version:
+            line += f"\n  staged: {card.name} means {current.version} until"
+            line += f" coterie expert promote {_full_name(card)}"
         lines.append(line)
     registry.sweep()
     _learn(registry)
@@ -206,6 +210,16 @@ def alias(args: argparse.Namespace) -> int:
         raise ConfigError("say which expert: coterie expert alias ALIAS NAME", param="name")
     card = registry.alias(args.alias, *_name_and_version(args.name))
     return show(args, {"alias": args.alias, **asdict(card)}, f"{args.alias}: {_full_name(card)}")
+
+
+def make_current(args: argparse.Namespace) -> int:
+    """Let the name alone mean this version, or the one that was installed last."""
+    registry = open_registry()
+    name, version = _name_and_version(args.name)
+    if version is None:
+        version = max(registry.versions(name), key=lambda card: card.installed_at).version
+    card = registry.alias(name, name, version)
+    return show(args, asdict(card), f"{_full_name(card)}: current")
 
 
 def rollback(args: argparse.Namespace) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
+from urllib.parse import quote
 
 from coterie.cli.admin_client import add_server, ask
 from coterie.cli.ensemble import share
@@ -12,7 +14,7 @@ from coterie.cli.expert import evaluate as testing
 from coterie.cli.options import size
 from coterie.cli.terminal import ActionMenu, choose, show
 from coterie.core.adapters import DEFAULTS
-from coterie.core.errors import ConfigError
+from coterie.core.errors import CoterieError
 
 HELP = "pack, sign, verify and install experts: adapters for a base model"
 EPILOG = """\
@@ -53,7 +55,8 @@ examples:
   coterie expert install sql-1.0.0.expert --base MODEL     for this base alone
   coterie expert install ./my-lora --name sql --allow-unsigned
 
-A name means the version that was installed last, unless it is pinned.
+The first version of a name becomes current. A later one is staged: NAME means
+the one before until coterie expert promote. --now makes it current at once.
 """
 _LIST = """\
 examples:
@@ -85,14 +88,16 @@ examples:
 """
 _PROMOTE = """\
 examples:
-  coterie expert promote sql@2.0.0               sql means it from now on
-  coterie expert promote sql@2.0.0 --canary 5%
-  coterie expert promote sql --canary 5%         its newest version
+  coterie expert promote sql@2.0.0
+  coterie expert promote sql                     the version installed last
+  coterie expert promote sql@2.0.0 --canary 20%
+  coterie expert promote sql@2.0.0 --now         without a server, or a canary
 
-A canary gets this share of the requests that would run with the expert, on a
-running server. A sequential test compares the validated pass rates and decides:
-the version becomes current, or the one before stays. coterie ensemble status
-shows how far it is, coterie ensemble audit how it ended.
+Asks a running server. Where checks or a floor (slo.correctness) can judge the
+version, it starts a canary: the version gets a share of the requests that would
+run with the expert, and a sequential test of the validated pass rates makes it
+current, or leaves the one before. Elsewhere it becomes current at once. coterie
+ensemble status shows a canary, coterie ensemble audit how it ended.
 """
 _ROLLBACK = """\
 examples:
@@ -126,7 +131,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_json(action)
     action = menu.add("promote", promote, "make a version current, or try it first", _PROMOTE)
     action.add_argument("name", metavar="NAME", help="NAME@VERSION, or NAME")
-    action.add_argument("--canary", type=share, metavar="P", help="such as 5%%")
+    way = action.add_mutually_exclusive_group()
+    way.add_argument("--canary", type=share, metavar="P", help="the share (default 5%%)")
+    way.add_argument("--now", action="store_true", help="at once, in the registry of this machine")
     add_server(action)
     _add_json(action)
     action = menu.add("rollback", actions.rollback, "go back to the version before", _ROLLBACK)
@@ -138,17 +145,25 @@ execute = choose
 
 
 def promote(args: argparse.Namespace) -> int:
-    """Without --canary in the registry of this machine, with it at a running server."""
+    """At a running server, which knows whether a canary can be judged; or in the registry."""
+    if args.now:
+        return actions.make_current(args)
     if args.canary is not None:
         body = {"expert": args.name, "share": args.canary}
         report = ask(args, "POST", "/v1/ensemble/canaries", body)
-        text = f"{report['label']} gets {args.canary:.0%} until a test has decided"
-        return show(args, report, text)
-    name, _, version = args.name.partition("@")
-    if not version:
-        raise ConfigError("name the version to make current: NAME@VERSION", param="name")
-    args.alias, args.off = name, False
-    return actions.alias(args)
+        return show(args, report, _canary_text(report))
+    try:
+        report = ask(args, "POST", f"/v1/experts/{quote(args.name, safe='@')}/promote")
+    except CoterieError as error:
+        error.message += f"; without a canary: coterie expert promote {args.name} --now"
+        raise
+    figures = report["canary"]
+    text = f"{report['id']}: current; no checks and no floor, so no canary"
+    return show(args, report, text if figures is None else _canary_text(figures))
+
+
+def _canary_text(figures: dict[str, Any]) -> str:
+    return f"{figures['label']} gets {figures['share']:.0%} until a test has decided"
 
 
 def _configure_pack(menu: ActionMenu) -> None:
@@ -176,6 +191,9 @@ def _configure_install(menu: ActionMenu) -> None:
     )
     action.add_argument(
         "--allow-unsigned", action="store_true", help="even if no trusted key signed it (logged)"
+    )
+    action.add_argument(
+        "--now", action="store_true", help="current at once, also if another version is current"
     )
     action.add_argument("--name", help="call it this")
     action.add_argument("--version", metavar="V", help="give it this version")

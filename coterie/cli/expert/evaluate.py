@@ -174,7 +174,8 @@ def answers(llm: LLM, items: Sequence[EvalItem], expert: str | None = None) -> l
 
     def ids(item: EvalItem) -> list[int]:
         turns = tuple(Message(m["role"], m["content"]) for m in item.messages)
-        return llm.tokenizer.encode_prompt(Chat(turns))
+        # the base reads what the expert was trained with
+        return llm.tokenizer.encode_prompt(Chat(turns, adds_system=False))
 
     experts = [] if expert is None else [expert]
     texts = [""] * len(items)

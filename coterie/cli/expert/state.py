@@ -22,8 +22,10 @@ def experts_dir() -> Path:
 
 
 def open_registry() -> AdapterRegistry:
+    from coterie.core.private_files import private_folder
     from coterie.packages.registry import AdapterRegistry
 
+    private_folder(experts_dir().parent)
     return AdapterRegistry(experts_dir())
 
 

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import warnings
@@ -24,6 +23,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+
+from tests.helpers.folders import CHECKPOINTS, temporary_folder
 
 KINDS = ("lora", "dora", "ia3", "soft_prompt")
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -41,11 +42,11 @@ def make_adapter(model: Any, kind: str, seed: int = 0, **options: Any) -> Path:
     `strength` multiplies the random weights. Same arguments, same directory, made once.
     """
     if not isinstance(model, (str, Path)):
-        return _write(model, kind, seed, dict(options), Path(tempfile.mkdtemp()))
+        return _write(model, kind, seed, dict(options), temporary_folder())
     facts = json.dumps([str(model), kind, seed, options], sort_keys=True, default=list)
     digest = hashlib.sha256((facts + Path(__file__).read_text()).encode()).hexdigest()[:16]
-    home = Path(tempfile.gettempdir()) / f"coterie-peft-{os.getuid()}"
-    home.mkdir(exist_ok=True)
+    home = CHECKPOINTS / "peft"
+    home.mkdir(parents=True, exist_ok=True)
     path = home / f"{kind}-{digest}"
     if not path.exists():
         draft = _write(

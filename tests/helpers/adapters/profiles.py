@@ -37,6 +37,7 @@ class Matched:
     profile: AdapterProfile
     similarity: float
     probability: float
+    part: float = 0.0
 
 
 class Answers:
