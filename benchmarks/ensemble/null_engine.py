@@ -19,7 +19,16 @@ from pathlib import Path
 
 from coterie.core.events import Delta, Finished, Started, Timings, Usage
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, LaneState, Rejected
-from coterie.workers.contract import AdapterInfo, AdapterLoad, ReplicaInfo, Sink, WorkerSpec
+from coterie.workers.contract import (
+    AdapterInfo,
+    AdapterLoad,
+    OnOutage,
+    Replica,
+    ReplicaInfo,
+    Sink,
+    WorkerSpec,
+    never_moved,
+)
 
 ANSWER = "It is so."
 
@@ -76,7 +85,9 @@ class NullReplica:
             adapters=AdapterInfo(10**9, 10**9, 64),
         )
 
-    async def submit(self, assignment: Assignment, sink: Sink) -> Admitted | Rejected:
+    async def submit(
+        self, assignment: Assignment, sink: Sink, on_outage: OnOutage = never_moved
+    ) -> Admitted | Rejected:
         assert self._loop is not None
         if self._times is not None:
             spent_s = time.monotonic() - assignment.arrived_at
@@ -97,6 +108,9 @@ class NullReplica:
         timings = Timings(queue_s=1e-6, prefill_s=1e-6, first_token_s=2e-6, total_s=2e-6)
         usage = Usage(prompt, 3 * choices)
         sink(Finished(request_id, ("stop",) * choices, usage, timings))
+
+    def move(self, request_id: str, to: Replica) -> bool:
+        return False
 
     async def abort(self, request_id: str) -> None:
         self._running.discard(request_id)

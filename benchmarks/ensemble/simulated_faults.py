@@ -18,6 +18,7 @@ from coterie.core.request import DEFAULT_PRIORITY, Sampling
 from coterie.service.breaker.control import EnsembleControl
 from coterie.service.breaker.steering import SteeredPlan, SteerRequest
 from coterie.service.breaker.watch import WatchedSpecialist
+from coterie.service.slo.evidence import whole
 from coterie.service.submit.replicas import ReplicaSet
 
 # share of valid answers: usual, while wrong, and the least that is promised
@@ -85,7 +86,7 @@ class FaultDrill:
             if name:
                 is_wrong = name in self._wrong and self._is_on()
                 valid = self._rng.random() < (WRONG if is_wrong else GOOD)
-                self.control.judged(name, (), "", valid)
+                self.control.judged(name, (), "", whole(valid))
         if asked in self._wrong and self._is_on():
             self._counts["asked of wrong"] += 1
             self._counts["answered by others"] += answered_by != asked

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict
 
 from coterie.core.events import InferenceMetrics
 from coterie.core.plan import AdapterChoice, RouteTrace
+from coterie.core.receipt import Receipt
+from coterie.core.sampling import SampledWith
 
 
 class CachedDetails(BaseModel):
@@ -157,6 +159,10 @@ class OpenAIModel(BaseModel):
     max_model_len: int
     # what it makes
     kind: Literal["text", "encoder"]
+    # by field: what a request that sets nothing runs with; empty where another server decides
+    sampling: dict[str, SampledWith]
+    # added to chats without a system message
+    system_prompt: str | None
 
 
 class EncoderUsage(BaseModel):
@@ -358,7 +364,8 @@ class ServerLoad(BaseModel):
 class HealthAnswer(BaseModel):
     live: bool
     ready: bool
-    specialists: dict[str, dict[str, Any]]
+    # absent without a key, if keys are needed
+    specialists: dict[str, dict[str, Any]] | None = None
 
 
 class LivenessAnswer(BaseModel):
@@ -387,6 +394,14 @@ class VersionAnswer(BaseModel):
     version: str
 
 
+class ReceiptList(BaseModel):
+    object: Literal["list"]
+    data: list[Receipt]
+    has_more: bool
+    # `before` of the next page
+    next: int | None
+
+
 class Expert(BaseModel):
     """One installed version of an expert."""
 
@@ -403,16 +418,18 @@ class Expert(BaseModel):
     signer: str | None
     pinned: bool
     description: str
-
-
-class ListedExpert(Expert):
-    # whether this is the version that the name means
+    # whether this is the version that the name alone means
     current: bool
+
+
+class ChangedExpert(Expert):
+    # `promote`: the canary that was started; null if the version became current at once
+    canary: dict[str, Any] | None = None
 
 
 class ExpertList(BaseModel):
     object: Literal["list"]
-    data: list[ListedExpert]
+    data: list[Expert]
     # alias -> name@version
     aliases: dict[str, str]
 
@@ -447,6 +464,16 @@ class ShownCorrectness(BaseModel):
     low: float | None
     high: float | None
     floor: float | None
+
+
+class ShownEnds(BaseModel):
+    """Of answers whose limit is at least `limit` tokens, the share that ended by themselves: the
+    newest `judged` of them, and those before. null while too few are known."""
+
+    newest: float | None
+    usual: float | None
+    judged: int
+    limit: int | None
 
 
 class ShownPromise(BaseModel):
@@ -488,6 +515,7 @@ class SpecialistSloAnswer(BaseModel):
     requests: int
     preempted_share: float | None
     correctness: ShownCorrectness
+    ended: ShownEnds
     promised: ShownPromise
     kept: KeptPromises
     fallback: str

@@ -22,7 +22,13 @@ from coterie.api.admin.config import ConfigEndpoints, SettingsReloader
 from coterie.api.admin.ensemble import EnsembleEndpoints
 from coterie.api.admin.experts import ExpertEndpoints
 from coterie.api.anthropic.endpoints import AnthropicDialect
-from coterie.api.auth import OriginCheck, check_exposure, exposed_key_files, load_keys
+from coterie.api.auth import (
+    OriginCheck,
+    check_exposure,
+    exposed_key_files,
+    load_keys,
+    normal_origin,
+)
 from coterie.api.batches.anthropic import MessageBatchEndpoints
 from coterie.api.batches.calls import EndpointCalls
 from coterie.api.batches.files import FileEndpoints
@@ -125,7 +131,9 @@ def create_app(
     seconds = pipeline.registry.histogram("coterie_reception_seconds")
     body_reader = InferBodyReader(UserRate(server.user_rate), seconds)
     page = DashboardEndpoints(pipeline.dashboard, keys, read_page())
-    ends = _endpoints(pipeline, body_reader, server, reloader, page)
+    origins = OriginCheck(server, keys.callers is not None)
+    native = NativeEndpoints(pipeline, server.max_body_bytes, keys, origins)
+    ends = _endpoints(pipeline, body_reader, server, reloader, native, page)
     rows = routes(ends)
     add_routes(app, rows)
     pipeline.responses.connect(ends.responses.kept.settle)
@@ -136,7 +144,6 @@ def create_app(
     # SIGHUP uses it
     app.state.reloader = reloader
     app.state.body_timeout_s = server.body_timeout_s
-    origins = OriginCheck(server, keys.callers is not None)
     socket = InferSocket(
         pipeline,
         body_reader,
@@ -164,8 +171,9 @@ def create_app(
         # outside of the door, because a preflight request has no key
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(server.cors_origins),
-            allow_methods=["GET", "POST", "PATCH", "DELETE"],
+            # as browsers write them: exactly these texts are compared
+            allow_origins=[normal_origin(origin) for origin in server.cors_origins],
+            allow_methods=["GET", "HEAD", "POST", "PATCH", "DELETE"],
             allow_headers=["*"],
             expose_headers=["*"],
         )
@@ -178,14 +186,15 @@ def _endpoints(
     body_reader: InferBodyReader,
     server: ServerSettings,
     reloader: SettingsReloader,
+    native: NativeEndpoints,
     page: DashboardEndpoints,
 ) -> EndpointSet:
     limit = server.max_body_bytes
     return EndpointSet(
         OpenAIDialect(pipeline, limit),
         AnthropicDialect(pipeline, limit),
-        NativeEndpoints(pipeline, limit),
-        ExpertEndpoints(pipeline.adapters, limit, server.max_upload_bytes),
+        native,
+        ExpertEndpoints(pipeline.adapters, pipeline.ensemble, limit, server.max_upload_bytes),
         ConfigEndpoints(pipeline, reloader),
         InferEndpoints(pipeline, pipeline.jobs, body_reader, limit),
         JobEndpoints(pipeline.jobs),

@@ -21,9 +21,11 @@ from coterie.core.request import MAX_PRIORITY, OPEN_TENANT, KeyRights
 # an admin who reads what both callers and admins may: receipts, and the stream of the dashboard; no
 # tenant has this name
 ADMIN_TENANT = "*admin*"
-RECEIPTS = "/v1/receipts/"
+RECEIPTS = "/v1/receipts"
 # the files of a page that hold nothing of anybody, and the stream that fills it
 PAGE, PAGE_EVENTS = "/dashboard", "/v1/dashboard/events"
+# what admins may read with their own key: figures of the server, and what depends on the tenant
+_FOR_BOTH = frozenset({PAGE_EVENTS, RECEIPTS, "/metrics", "/v1/slo", "/load", "/version"})
 # rights that may follow a key on its line: name -> (lowest, highest value)
 _RIGHTS = {"priority": (0, MAX_PRIORITY), "max_running": (1, 4096)}
 _TENANT = re.compile(r"[\w.-]{1,64}")
@@ -126,7 +128,7 @@ class AccessKeys:
     def tenant(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
         if path == PAGE or path.startswith(PAGE + "/"):
             return OPEN_TENANT
-        for_both = path == PAGE_EVENTS or path.startswith(RECEIPTS)
+        for_both = path in _FOR_BOTH or path.startswith(RECEIPTS + "/")
         if for_both and self.admins is not None and self.admins.holds(headers):
             return ADMIN_TENANT
         if not is_admin_path(path):
@@ -138,6 +140,16 @@ class AccessKeys:
                 "'Authorization: Bearer KEY'"
             )
         return self.admins.tenant(headers)
+
+    def reader(self, headers: Headers) -> str | None:
+        """Who reads what a probe need not know: the tenant of a caller's or an admin's key; None
+        without a valid key, if keys are needed."""
+        headers = list(headers)
+        if self.admins is not None and self.admins.holds(headers):
+            return ADMIN_TENANT
+        if self.callers is None:
+            return OPEN_TENANT
+        return self.callers.tenant(headers) if self.callers.holds(headers) else None
 
     def rights(self) -> dict[str, KeyRights] | None:
         """Scheduling rights by tenant; those of named tenants are in their settings. None = there
@@ -249,7 +261,7 @@ class OriginCheck:
     none is listed, because a web page does not know a key."""
 
     def __init__(self, server: ServerSettings, has_keys: bool) -> None:
-        self._origins = frozenset(origin.rstrip("/").lower() for origin in server.cors_origins)
+        self._origins = frozenset(normal_origin(origin) for origin in server.cors_origins)
         names = {name.lower().rstrip(".") for name in server.allowed_hosts}
         self._any_host = "*" in names or (has_keys and not names)
         self._names = frozenset(names | {"localhost", server.host.lower()})
@@ -292,6 +304,11 @@ class OriginCheck:
             return host is not None and urlsplit(origin).netloc == host
         except ValueError:
             return False
+
+
+def normal_origin(origin: str) -> str:
+    """An origin as browsers send it."""
+    return origin.strip().rstrip("/").lower()
 
 
 def _name_of(host: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -45,6 +45,7 @@ from coterie.core.request import (
     ResponseFormat,
     RouteHints,
 )
+from coterie.core.sampling import SampledWith
 
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
@@ -66,6 +67,10 @@ class ModelCard(Protocol):
     def root(self) -> str: ...
     @property
     def parent(self) -> str | None: ...
+    @property
+    def sampling(self) -> Mapping[str, SampledWith]: ...
+    @property
+    def system_prompt(self) -> str: ...
 
 
 class PlannedAnswer(Protocol):
@@ -90,7 +95,9 @@ class DialectPipeline(Protocol):
         self, hints: RouteHints, prompt: Prompt | None = None, tenant: str | None = None
     ) -> str: ...
     def tokenizer(self, specialist: str | None) -> Tokenizer: ...
-    async def tokenise(self, specialist: str | None, prompt: Prompt) -> list[int]: ...
+    async def tokenise(
+        self, specialist: str | None, prompt: Prompt, hints: RouteHints | None = None
+    ) -> list[int]: ...
     def plan(
         self,
         request: InferenceRequest,

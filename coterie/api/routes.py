@@ -27,7 +27,9 @@ from coterie.api.admin.experts import (
     ExpertEndpoints,
     ExpertPatch,
     InstallBody,
+    InstallQuery,
     LoadLoraBody,
+    PromoteBody,
     UnloadLoraBody,
 )
 from coterie.api.anthropic.endpoints import AnthropicDialect
@@ -67,7 +69,7 @@ from coterie.api.native.feedback import FeedbackBody, FeedbackEndpoints, Inferen
 from coterie.api.native.infer import InferEndpoints
 from coterie.api.native.infer_body import InferBody
 from coterie.api.native.jobs import DeletedJob, JobEndpoints, JobList, JobParameters, JobView
-from coterie.api.native.receipts import ReceiptEndpoints
+from coterie.api.native.receipts import ReceiptEndpoints, ReceiptParameters
 from coterie.api.native.server import (
     ModelQuery,
     NativeEndpoints,
@@ -187,6 +189,11 @@ def _infer_routes(ends: EndpointSet) -> Sequence[RouteRow]:
             _GET, "/v1/inferences", feedback.list_inferences, "native", log, query=InferenceQuery
         ),
         RouteRow(_POST, "/v1/feedback", feedback.give_feedback, "native", judged, FeedbackBody),
+        RouteRow(
+            _GET, "/v1/receipts", ends.receipts.list_receipts, "native",
+            RouteReplies((native_answers.ReceiptList,), (400, *_LIST_EXPERTS)),
+            query=ReceiptParameters,
+        ),
         RouteRow(
             _GET, "/v1/receipts/{receipt_id}", ends.receipts.get_receipt, "native",
             RouteReplies((Receipt,), _FIND),
@@ -424,20 +431,20 @@ def _expert_routes(experts: ExpertEndpoints) -> Sequence[RouteRow]:
     one, act = "/v1/experts/{name}", experts.act_on_expert
     listed = RouteReplies((answers.ExpertList,), _LIST_EXPERTS)
     shown = RouteReplies((answers.ShownExpert,), _FIND_EXPERT)
-    acted = RouteReplies((answers.Expert,), _FIND_EXPERT)
+    acted = RouteReplies((answers.ChangedExpert,), (*_CHANGE_EXPERTS, 409))
     changed = RouteReplies((answers.Expert,), _CHANGE_EXPERTS)
     installed = RouteReplies((answers.Expert,), _CHANGE_EXPERTS, status=201)
-    deleted = RouteReplies((answers.DeletedExpert,), _FIND_EXPERT)
+    deleted = RouteReplies((answers.DeletedExpert,), (*_FIND_EXPERT, 409))
     vllm = RouteReplies(refusals=_CHANGE_EXPERTS, media_type=_PLAIN)
     load, unload = experts.load_lora_adapter, experts.unload_lora_adapter
     return (
         RouteRow(_GET, "/v1/experts", experts.list_experts, "experts", listed),
         RouteRow(
             _POST, "/v1/experts", experts.install_expert, "experts", installed, InstallBody,
-            takes_file=True,
+            query=InstallQuery, takes_file=True,
         ),
-        RouteRow(_POST, one + ":{action}", act, "experts", acted, documented=False),
-        RouteRow(_POST, one + "/{action}", act, "experts", acted),
+        RouteRow(_POST, one + ":{action}", act, "experts", acted, PromoteBody, documented=False),
+        RouteRow(_POST, one + "/{action}", act, "experts", acted, PromoteBody),
         RouteRow(_GET, one, experts.show_expert, "experts", shown),
         RouteRow(("PATCH",), one, experts.change_expert, "experts", changed, ExpertPatch),
         RouteRow(_DELETE, one, experts.delete_expert, "experts", deleted),
@@ -525,8 +532,8 @@ def described() -> Sequence[RouteRow]:
         EndpointSet(
             OpenAIDialect(_NOBODY, 0),
             AnthropicDialect(_NOBODY, 0),
-            NativeEndpoints(_NOBODY, 0),
-            ExpertEndpoints(_NOBODY, 0, 0),
+            NativeEndpoints(_NOBODY, 0, _NOBODY, _NOBODY),
+            ExpertEndpoints(_NOBODY, _NOBODY, 0, 0),
             ConfigEndpoints(_NOBODY, _NOBODY),
             InferEndpoints(_NOBODY, _NOBODY, _NOBODY, 0),
             JobEndpoints(_NOBODY),

@@ -35,9 +35,8 @@ async def fitted(
 
     async def fits(num_dropped: int) -> bool:
         try:
-            return (
-                len(await service.tokenise(specialist, _without(chat, starts, num_dropped))) <= room
-            )
+            kept = _without(chat, starts, num_dropped)
+            return len(await service.tokenise(specialist, kept, request.hints)) <= room
         except ContextLengthExceeded:
             # it is so long that it was not counted
             return False

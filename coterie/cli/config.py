@@ -166,11 +166,12 @@ def _snapshot(config: Config) -> EnsembleConfig:
 def _summary(config: Config, snapshot: EnsembleConfig) -> dict[str, Any]:
     from coterie.api.auth import exposed_key_files
     from coterie.core.references import unserved_intents
-    from coterie.service.config_check import weight_copies
+    from coterie.service.config_check import config_notes, weight_copies
 
     names = list(snapshot.specialists)
     engines = weight_copies(config, names)
-    notes = [
+    notes = list(config_notes(config, names))
+    notes += [
         f"no specialist serves the intent {name!r}: {names[0]!r} answers it"
         for name in unserved_intents(config)
     ]

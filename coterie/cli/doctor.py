@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import platform
 import sys
@@ -50,10 +51,12 @@ def execute(args: argparse.Namespace) -> int:
     report["missing"] += _exposed_keys(args.config)
     if args.config is not None:
         report["specialists"] = machine.specialist_facts(args.config)
+        faults = faults_of(args.config)
         report["missing"] += [
-            {"what": fault, "mend": f"change {args.config}", "needed": True}
-            for fault in faults_of(args.config)
+            {"what": fault, "mend": f"change {args.config}", "needed": True} for fault in faults
         ]
+        if not faults:
+            report["missing"] += _broken_checks(args.config)
     if args.json:
         print(json.dumps(report, indent=1))
     else:
@@ -110,6 +113,20 @@ def _missing(report: machine.Facts) -> list[machine.Facts]:
     if not report["models"]:
         missing.append({"what": "a model on this machine", "mend": "coterie pull", "needed": False})
     return missing
+
+
+def _broken_checks(config: Path) -> list[machine.Facts]:
+    """Commands of `[[validators]]` that refuse their `known_good`, or hang on an empty answer."""
+    from coterie.service.validate.command import ValidatorCommand
+
+    found = []
+    for item in load(config).validators:
+        fault = asyncio.run(ValidatorCommand(item).fault_on_good_answer())
+        if fault is not None:
+            answer = "its known_good" if item.known_good else "an empty answer"
+            what = f"validators.{item.name}: broken: on {answer}: {fault}"
+            found.append({"what": what, "mend": f"change {config}", "needed": True})
+    return found
 
 
 def _exposed_keys(config: Path | None) -> list[machine.Facts]:

@@ -280,7 +280,7 @@ def shown_correctness(values: dict[str, Any]) -> str:
 def _canary_line(figures: dict[str, Any]) -> str:
     name = figures.get("label") or figures.get("candidate", "")
     counts = " against ".join(
-        f"{figures[f'{side}_valid']}/{figures[f'{side}_judged']}"
+        f"{figures[f'{side}_valid']}/{figures[f'{side}_judged']}" + _cut_open(figures, side)
         for side in ("candidate", "current")
     )
     return (
@@ -288,6 +288,12 @@ def _canary_line(figures: dict[str, Any]) -> str:
         f"{figures['evidence_not_worse']:g} for and {figures['evidence_worse']:g} against, "
         f"{figures['needed']:g} needed"
     )
+
+
+def _cut_open(figures: dict[str, Any], side: str) -> str:
+    """Answers that their callers cut and that could still have become valid."""
+    count = figures.get(f"{side}_open", 0)
+    return f" (+{count} cut)" if count else ""
 
 
 def _intents(intents: dict[str, dict[str, Any]]) -> str:
@@ -309,11 +315,16 @@ def _intents(intents: dict[str, dict[str, Any]]) -> str:
 
 def _details(details: dict[str, Any]) -> str:
     shown = {name: value for name, value in details.items() if not isinstance(value, dict)}
-    return ", ".join(f"{name} {_number(value)}" for name, value in shown.items())
+    return ", ".join(f"{name} {_value(name, value)}" for name, value in shown.items())
 
 
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else one_line(str(value))
+def _value(name: str, value: Any) -> str:
+    if name.endswith("_at") and isinstance(value, int | float):
+        return f"{datetime.fromtimestamp(value, UTC):%Y-%m-%d %H:%M:%SZ}" if value else "-"
+    if isinstance(value, float):
+        # no exponents: evidence and limits are read, not computed with
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return one_line(str(value))
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
@@ -23,12 +24,15 @@ from coterie.cli import (
     config,
     doctor,
     ensemble,
+    inspect,
     keys,
     plan,
     pull,
+    receipts,
     router,
     run,
     serve,
+    sweep,
     top,
     tune,
 )
@@ -36,6 +40,7 @@ from coterie.cli.expert import command as expert
 from coterie.cli.store import command as store
 from coterie.cli.terminal import width
 from coterie.core.errors import ConfigError, CoterieError, InvalidRequest
+from coterie.core.private_files import unwritable
 
 # name -> module with HELP, EPILOG, configure(parser) and execute(args)
 COMMANDS: dict[str, ModuleType] = {
@@ -45,9 +50,11 @@ COMMANDS: dict[str, ModuleType] = {
     "run": run,
     "chat": chat,
     "pull": pull,
+    "inspect": inspect,
     "expert": expert,
     "ensemble": ensemble,
     "top": top,
+    "receipts": receipts,
     "keys": keys,
     "router": router,
     "carve": carve,
@@ -55,6 +62,7 @@ COMMANDS: dict[str, ModuleType] = {
     "plan": plan,
     "doctor": doctor,
     "bench": bench,
+    "sweep": sweep,
     "tune": tune,
 }
 
@@ -127,12 +135,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _explain(error)
 
 
+def _is_in_home(error: OSError) -> bool:
+    """Whether a file or folder of Coterie's own could not be made or written."""
+    from coterie.weights.home import home, state_dir
+
+    if not isinstance(error.filename, str | Path):
+        return False
+    path = Path(error.filename).absolute()
+    return any(path.is_relative_to(own) for own in (home(), state_dir()))
+
+
 def _explain(error: Exception) -> int:
     if os.environ.get("COTERIE_DEBUG") == "1":
         raise error
     if isinstance(error, CoterieError):
         print(f"coterie: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, InvalidRequest)) else 1
+    if isinstance(error, OSError) and _is_in_home(error):
+        print(f"coterie: {unwritable(error.filename, error).message}", file=sys.stderr)
+        return 2
     print(
         f"coterie: unexpected {type(error).__name__}: {error} (COTERIE_DEBUG=1 shows where)",
         file=sys.stderr,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from coterie.cli.expert.state import experts_dir
 from coterie.cli.options import count
@@ -26,9 +27,12 @@ examples:
 Servers keep what each decision was made from beside its receipt: features of
 the prompt (no text), states of specialists and replicas, the version of the
 router and the settings. Without --version and --config every decision must come
-out the same, bit for bit; the exit status is 1 if one does not.
+out the same, bit for bit; the exit status is 1 if one does not, or is lost.
+Names of experts mean the versions that are recorded. With --config, decisions
+of settings with none of the file's specialists are lost.
 """
 MAX_DECISIONS = 1_000_000
+T = TypeVar("T")
 # rows that are shown of a table
 MAX_ROWS = 20
 
@@ -50,7 +54,7 @@ def replay(args: argparse.Namespace) -> int:
     summary, different = asyncio.run(_replayed(args))
     show(args, _report(summary, different), _text(summary, different, args))
     is_other = args.version is not None or args.config is not None
-    wrong = summary.outcomes["lost"] + (0 if is_other else summary.outcomes["changed"])
+    wrong = 0 if is_other else summary.outcomes["lost"] + summary.outcomes["changed"]
     return 1 if wrong else 0
 
 
@@ -69,14 +73,17 @@ async def _replayed(args: argparse.Namespace) -> tuple[ReplaySummary, list[Repla
         raise NotFound(f"no server has kept decisions in {path.parent}")
     store = RecordStore(path, 1, 1)
     try:
-        known = {key: contexts.decoded(data) for key, data in store.contexts().items()}
-        records = [decoded(data) for data in store.decisions(args.limit)]
+        kept, stored = store.contexts(), store.decisions(args.limit)
     finally:
         store.close()
+    known = {key: made for key, data in kept.items() if (made := _read(contexts.decoded, data))}
+    records = [record for data in stored if (record := _read(decoded, data))]
     other = None
     if args.config is not None:
         config = load(args.config)
-        other = _changed_by(lambda context: contexts.changed(context, config))
+        other = partial(contexts.changed, config=config)
+        if known and not any(other(context).specialists for context in known.values()):
+            raise ConfigError("the file has none of the specialists of the log", param="config")
     settings = [args.router] if args.router else sorted({c.ensemble.router for c in known.values()})
     folders = [RouterVersions(folder_of(setting, state_dir())) for setting in settings]
 
@@ -97,19 +104,21 @@ async def _replayed(args: argparse.Namespace) -> tuple[ReplaySummary, list[Repla
     catalog = AdapterCatalog(experts_dir())
     await catalog.start()
     try:
-        return DecisionReplay(known, catalog, trained, other, version).run(records)
+        summary, different = DecisionReplay(known, catalog, trained, other, version).run(records)
     finally:
         await catalog.close()
+    summary.lose("it was written by another version of Coterie", len(stored) - len(records))
+    return summary, different
 
 
-def _changed_by(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def changed(context: Any) -> Any:
-        made = change(context)
-        if not made.specialists:
-            raise ConfigError("the file has none of the specialists of the log", param="config")
-        return made
+def _read(decode: Callable[[bytes], T], data: bytes) -> T | None:
+    """None for what this version cannot read."""
+    import msgspec
 
-    return changed
+    try:
+        return decode(data)
+    except msgspec.MsgspecError:
+        return None
 
 
 def _report(summary: ReplaySummary, different: list[ReplayedDecision]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,18 @@ if TYPE_CHECKING:
     from coterie.routing.classify.trained import TrainedRouter
     from coterie.routing.classify.versions import RouterVersions
 
+# why a label is refused; {} is a specialist
+_REFUSED = {
+    "unhealthy": "they were labelled while {} was unhealthy",
+    "other_checks": "one check did not judge both {} and its shadow",
+}
 _FORMAT = """\
 FILE has one JSON object a line:
   {"prompt": "Make a slug: Old Maps", "specialist": "url-slug"}
   {"prompt": "What is a slug?", "specialist": "reject"}
 `intent` may stand for `specialist`, `body` holds a document, `group` an author.
-The calibration log of a server has this form too.
+The calibration log of a server has this form too; its labels from a time when a
+specialist was unhealthy are refused and counted.
 """
 _TRAIN = f"""\
 examples:
@@ -123,7 +130,7 @@ def train(args: argparse.Namespace) -> int:
     from coterie.routing.classify import train as trainer
     from coterie.routing.classify.evaluate import evaluate as quality_of
 
-    items = _read(args.files)
+    items, refused = _read_labels(args.files)
     note(f"coterie: training on {len(items)} prompts")
     store = store_of(args)
     start = store.read(args.start) if args.start else None
@@ -131,6 +138,7 @@ def train(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {
         "version": router.version,
         "trained_on": dict(router.record.trained_on),
+        "refused": refused,
         "temperature": router.calibration.temperature,
         "viable_at": router.calibration.viable_at,
         **router.record.report,
@@ -230,13 +238,22 @@ def _share_of(report: Mapping[str, Any]) -> float:
 
 
 def _read(files: Sequence[str]) -> list[LabelledPrompt]:
-    from coterie.routing.classify.traffic import read_traffic
+    return _read_labels(files)[0]
+
+
+def _read_labels(files: Sequence[str]) -> tuple[list[LabelledPrompt], dict[str, int]]:
+    """And the number of refused ones, by reason; the user is told."""
+    from coterie.routing.classify.traffic import read_labels
     from coterie.routing.match.embed import DEFAULT, EMBEDDERS
 
-    items = read_traffic([Path(file) for file in files], EMBEDDERS[DEFAULT]())
+    items, refused = read_labels([Path(file) for file in files], EMBEDDERS[DEFAULT]())
+    counts = Counter((item.reason, item.specialist) for item in refused)
+    for (reason, specialist), count in sorted(counts.items()):
+        found = f"{count} of {len(items) + len(refused)} prompts are refused"
+        note(f"coterie: {found}: {_REFUSED[reason].format(specialist)}")
     if not items and files:
-        raise ConfigError(f"{', '.join(files)}: there are no prompts", param="files")
-    return items
+        raise ConfigError(f"{', '.join(files)}: there are no prompts to use", param="files")
+    return items, {f"{reason} {name}": count for (reason, name), count in sorted(counts.items())}
 
 
 def _fresh(items: Sequence[LabelledPrompt], router: TrainedRouter) -> list[LabelledPrompt]:

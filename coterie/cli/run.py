@@ -183,8 +183,8 @@ def _answer(
     usage["total_tokens"] = done.usage.prompt_tokens + done.usage.completion_tokens
     answer = {
         "text": done.text,
-        "token_ids": list(done.token_ids),
-        "prompt_token_ids": list(done.prompt_token_ids),
+        "token_ids": done.token_ids,
+        "prompt_token_ids": done.prompt_token_ids,
         "finish_reason": done.choices[0].finish_reason,
         "seed": done.seed,
         "usage": usage,

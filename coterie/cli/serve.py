@@ -215,6 +215,12 @@ def execute(args: argparse.Namespace) -> int:
             raise MissingDependency(f"serving needs {package}: pip install {package}")
     if config.server.grpc_port >= 0 and not is_installed("grpc_reflection"):
         raise MissingDependency("--grpc-port needs grpcio: pip install 'coterie[grpc]'")
+    from coterie.core.private_files import private_folder
+    from coterie.weights.home import state_dir
+
+    # a server without its state would lose jobs, batches and receipts
+    private_folder(state_dir() / "run")
+    private_folder(state_dir())
     listener = listen(config.server)
     from coterie.service.config_check import check, expected_names
 

@@ -21,7 +21,8 @@ import uvicorn
 from coterie import __version__
 from coterie.api.admin.config import SettingsReloader
 from coterie.api.app import create_app
-from coterie.api.transport.connections import OpenConnections, protocols
+from coterie.api.transport.connections import OpenConnections
+from coterie.api.transport.http_connection import protocols
 from coterie.cli.terminal import facts, nbytes, note
 from coterie.core.config import Config, ServerSettings
 from coterie.core.errors import CoterieError, InternalError
@@ -167,6 +168,8 @@ async def run(
             timeout_keep_alive=math.ceil(config.server.idle_timeout_s),
             # a message is one request body
             ws_max_size=config.server.max_body_bytes,
+            # a few bytes would expand to the largest message
+            ws_per_message_deflate=False,
         ),
         pipeline,
         starting,

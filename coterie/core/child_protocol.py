@@ -25,6 +25,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO, Generic, TypeVar
 
@@ -32,6 +33,10 @@ from coterie.core.errors import Unavailable
 from coterie.core.spawn import DEVNULL, PIPE, AsyncProcess, Stream, environment, start
 
 LENGTH = struct.Struct("<I")
+# times that one question is asked again because something outside killed the process
+MAX_KILLED = 4
+# how long the end of a process may take to be known, once its output has ended
+REAP_S = 1.0
 # in the process: takes a question, returns its answer
 Answer = Callable[[bytes], bytes]
 # processes with an equal setup are interchangeable
@@ -44,6 +49,11 @@ class ChildNotStarted(Exception):
 
 class ChildDied(Exception):
     """The process ended during a question, as often as there were attempts."""
+
+
+class _ChildKilled(Exception):
+    """Something outside killed the process, as the system does when memory is short. That says
+    nothing about the question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +79,14 @@ class ChildPool(Generic[Setup]):
     """Starts no process before the first question. For one event loop."""
 
     def __init__(
-        self, program: ChildProgram, greet: Callable[[Setup], bytes] | None = None
+        self,
+        program: ChildProgram,
+        greet: Callable[[Setup], bytes] | None = None,
+        on_killed: Callable[[], None] | None = None,
     ) -> None:
-        """`greet` makes the first frame for a setup, on a thread."""
-        self._program, self._greet = program, greet
+        """`greet` makes the first frame for a setup, on a thread. `on_killed` is called when a
+        process was killed from outside and its question is asked again."""
+        self._program, self._greet, self._on_killed = program, greet, on_killed
         self._permits = asyncio.Semaphore(program.max_children)
         # all that run, and those that are idle, longest idle first
         self._children: set[_Child[Setup]] = set()
@@ -117,24 +131,50 @@ class ChildPool(Generic[Setup]):
     async def _answered(
         self, question: bytes, setup: Setup, answer_s: float | None, attempts: int
     ) -> bytes:
-        for _ in range(attempts):
-            child = await self._take(setup)
+        num_killed = 0
+        while attempts:
             try:
-                async with asyncio.timeout(answer_s):
-                    answer = await child.exchange(question)
+                return await self._asked_once(question, setup, answer_s)
+            except _ChildKilled as error:
+                if num_killed == MAX_KILLED:
+                    raise ChildNotStarted(f"{self._program.module} is killed each time") from error
+                num_killed += 1
+                if self._on_killed is not None:
+                    self._on_killed()
             except TimeoutError:
-                await self._end(child)
+                # an OSError too
                 raise
             except (asyncio.IncompleteReadError, OSError):
-                await self._end(child)
-                self._refuse_closed()
-            except BaseException:
-                await self._end(child)
-                raise
-            else:
-                self._free.append(child)
-                return answer
+                attempts -= 1
         raise ChildDied(f"{self._program.module} ended")
+
+    async def _asked_once(self, question: bytes, setup: Setup, answer_s: float | None) -> bytes:
+        child = await self._take(setup)
+        try:
+            async with asyncio.timeout(answer_s):
+                answer = await child.exchange(question)
+        except TimeoutError:
+            await self._end(child)
+            raise
+        except (asyncio.IncompleteReadError, OSError):
+            await self._ended(child)
+            raise
+        except BaseException:
+            await self._end(child)
+            raise
+        self._free.append(child)
+        return answer
+
+    async def _ended(self, child: _Child[Setup]) -> None:
+        """Of a process that ended by itself. Raises _ChildKilled if something outside ended it."""
+        code: int | None = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REAP_S):
+                code = await child.process.wait()
+        await self._end(child)
+        self._refuse_closed()
+        if code == -signal.SIGKILL:
+            raise _ChildKilled
 
     async def _take(self, setup: Setup) -> _Child[Setup]:
         """An idle process with this setup, or a new one."""
@@ -173,8 +213,7 @@ class ChildPool(Generic[Setup]):
                 f"{program.module} is not ready after {program.start_s:g} s"
             ) from error
         except (asyncio.IncompleteReadError, OSError) as error:
-            await self._end(child)
-            self._refuse_closed()
+            await self._ended(child)
             raise ChildNotStarted(f"{program.module} ended before it was ready") from error
         except BaseException:
             await self._end(child)

@@ -73,6 +73,11 @@ class TenantSettings:
     tokens_per_minute: int = key(0, "integer", "Tokens a minute, prompts and answers.", low=0)
     share: float = key(1.0, "number", "Its share among tenants that wait.", low=0.01, high=100)
     specialists: tuple[str, ...] = key((), "list", "Specialists it may use; empty = all.")
+    experts: tuple[str, ...] = key(
+        (),
+        "list",
+        "Experts it may use beside those that belong to a specialist; empty = all.",
+    )
     keep_prompts: bool = key(
         False, "flag", "Its prompts may be kept in the calibration log and in receipts."
     )

@@ -113,6 +113,8 @@ class Started:
     prompt_ids: tuple[int, ...] = ()
     # prompt tokens that become reusable with this request
     stored_tokens: int = 0
+    # time.monotonic() when that step was scheduled: the event comes after it; 0 = not known
+    at: float = 0.0
 
 
 # a value as the others, but not frozen: one is made for every token, and that takes five times as

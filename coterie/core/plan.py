@@ -44,6 +44,8 @@ class TunedFields:
     response_format: ResponseFormat | None = None
     # the pattern that the chosen adapter states for its answers; only validated, not enforced
     answer_pattern: str = ""
+    # sampling values of the task type and of the chosen adapter
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 @quick_init
@@ -207,6 +209,8 @@ class Candidate:
     chosen: bool
     # "chosen", "below threshold", "incompatible with x", "excluded", "does not fit" ...
     why: str
+    # probability for a part of the prompt, if another adapter is for another part; 0 = no such part
+    part: float = 0.0
 
 
 @quick_init
@@ -247,3 +251,8 @@ class RouteTrace:
     # None and "" if the choice was not made by content. The input is not shown to callers
     classified: ClassifierInput | None = None
     router_version: str = ""
+
+    @property
+    def has_several_tasks(self) -> bool:
+        """Whether adapters were chosen that are each for a part of the prompt."""
+        return sum(item.chosen and item.part > 0 for item in self.candidates) > 1

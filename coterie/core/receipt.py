@@ -7,11 +7,12 @@ of the caller.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coterie.core.errors import CoterieError
 from coterie.core.plan import AdapterChoice
 from coterie.core.quick_init import quick_init
+from coterie.core.sampling import SampledWith
 
 # what admission said
 ADMISSIONS = ("admitted", "queued", "rerouted", "preempted_other", "refused")
@@ -65,6 +66,11 @@ class ReceiptPlan:
     # what decided: the version of the trained router, and the digest of the settings
     router_version: str
     config_digest: str
+    # by field: what the request ran with, and where the value is from; values that nobody set are
+    # left out
+    sampling: dict[str, SampledWith] = field(default_factory=dict)
+    # whether the chat got the system prompt of the model's card
+    adds_system: bool = False
 
 
 @quick_init

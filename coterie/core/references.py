@@ -25,12 +25,17 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 def reference_faults(
-    config: Config, names: Sequence[str], checks: Collection[str], encoders: Sequence[str] = ()
+    config: Config,
+    names: Sequence[str],
+    checks: Collection[str],
+    encoders: Sequence[str] = (),
+    structures: Collection[str] = (),
 ) -> Iterator[ConfigError]:
     """Every fault. `names`: the served names of the specialists, in their order; `checks`: the
-    built-in validators that a specialist may name; `encoders`: the names of the encoders."""
+    built-in validators that a specialist may name; `encoders`: the names of the encoders;
+    `structures`: the intents that exist without being declared."""
     yield from _double_names(config, [*names, *encoders])
-    intents = [item.name for item in config.intents]
+    intents = list(dict.fromkeys([*(item.name for item in config.intents), *structures]))
     known_checks = [*checks, *(item.name for item in config.validators)]
     for index, settings in enumerate(config.specialists):
         where = f"specialists.{settings.name or index}"

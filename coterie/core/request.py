@@ -69,6 +69,10 @@ class Chat:
     add_special_tokens: bool = False
     # what a template here reads where the caller gave nothing; a remote server is not told
     template_defaults: dict[str, Any] = field(default_factory=dict)
+    # a chat without a system message gets the system prompt of the model's card, if it has one
+    adds_system: bool = True
+    # a model without a chat template reads the last message as plain text
+    may_be_text: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +223,10 @@ class RouteHints:
     document: str = ""
     # what the caller says that the request is for; a specialist that serves it answers
     intent: str = ""
-    # specialists that its tenant may use; empty = all. Comes from the tenant's rights
+    # specialists, and names of experts, that its tenant may use; empty = all. Come from the
+    # tenant's rights
     allowed: tuple[str, ...] = ()
+    allowed_experts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

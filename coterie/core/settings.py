@@ -305,3 +305,9 @@ class ValidatorSettings:
     task_types: tuple[str, ...] = key((), "list", "Answers of these task types are judged.")
     timeout_s: float = key(5.0, "number", "Seconds until it is killed.", low=0.1, high=60)
     memory_bytes: int = key(512 * 10**6, "bytes", "Most memory it may have.", low=16 * 10**6)
+    known_good: str = key(
+        "",
+        "text",
+        "An answer that it accepts: it is tried on this one after it hung or crashed on another. "
+        "Empty = the last answer that it accepted.",
+    )

@@ -66,6 +66,11 @@ class EnsembleConfig:
         settings = self.tenant(tenant)
         return () if settings is None else settings.specialists
 
+    def may_use_experts(self, tenant: str) -> tuple[str, ...]:
+        """The experts that the tenant may use beside those of its specialists; empty = all."""
+        settings = self.tenant(tenant)
+        return () if settings is None else settings.experts
+
     def fallbacks(self, specialist: str) -> tuple[str, ...]:
         """The specialists that answer in its place, in order: its fallback, the fallback of that
         one and so on, at the end the first specialist."""

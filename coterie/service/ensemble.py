@@ -10,22 +10,24 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coterie.core.errors import Conflict, CoterieError, Saturated, Unavailable
 from coterie.core.receipt import CLOSED
-from coterie.core.request import AUTO, MAX_PRIORITY
+from coterie.core.request import AUTO, MAX_PRIORITY, own_tenant
 from coterie.core.snapshot import EnsembleConfig
 from coterie.obs.log import log
 from coterie.service.breaker.control import EnsembleControl
 from coterie.service.breaker.steering import SteeredPlan, SteerRequest
-from coterie.service.breaker.watch import ControlChange, WatchedSpecialist, steady_clock
+from coterie.service.breaker.watch import ControlChange, WatchedSpecialist, judging, steady_clock
 from coterie.service.canary import CanarySpec
-from coterie.service.shadow.calibration import disagreement
+from coterie.service.shadow.calibration import CalibrationLabels
 from coterie.service.shadow.dispatch import DONE, PrimaryRun, ShadowDispatcher, ShadowTask
 from coterie.service.shadow.runner import ShadowRunner, shadow_request
 from coterie.service.slo.board import SpecialistSlo
+from coterie.service.slo.evidence import CUT_KINDS, INVALID, VALID, JudgedAnswer
 from coterie.service.slo.keeper import EnsembleKeeper
 from coterie.service.slo.report import SloReporter
 
@@ -63,6 +65,7 @@ class EnsembleService:
         """`outcomes`: (valid, judged) answers of an adapter, by its digest."""
         self._fleet, self._admin, self._outcomes = fleet, admin, outcomes
         self._keeper = keeper or EnsembleKeeper()
+        self._labels = CalibrationLabels(self._keeper.add_disagreement)
         # what the control was configured with
         self._inputs = EnsembleConfig()
         self._clock = steady_clock()
@@ -144,6 +147,10 @@ class EnsembleService:
         if config is not self._inputs:
             self._configured(config)
         self.control.reachable(run.plan.specialist, run.served.replicas.ready())
+        watch = self.control.watches.get(run.plan.specialist)
+        if watch is not None:
+            # also for the receipt of a refusal
+            run.breaker = watch.state(self._clock())
         return self.control.steer(run.plan, request)
 
     def instead(self, run: RequestRun) -> SteeredPlan | None:
@@ -161,20 +168,31 @@ class EnsembleService:
         return PrimaryRun(self._shadows, served.replicas.names)
 
     def answered(self, run: RequestRun, vendor: Sampling) -> None:
-        """A primary has ended with an answer; `run.outcome` is None if it was not judged."""
-        plan, outcome = run.plan, run.outcome
+        """A primary has ended with an answer; `run.judged` is None if it was not judged."""
+        plan, judged, answered_at = run.plan, run.judged, self._clock()
+        # before this answer
+        was_healthy = bool(plan.shadow) and self._is_healthy(plan.specialist, answered_at)
         if run.replica:
             self.control.replica_succeeded(plan.specialist, run.replica)
-        if outcome is not None:
-            self.control.judged(plan.specialist, plan.adapters, plan.intent, outcome)
+        if run.outcome is not None:
+            self._count_health(plan.specialist, run.outcome, answered_at)
+        if judged is not None:
+            self.control.judged(plan.specialist, plan.adapters, plan.intent, judged)
+            if judged.kind in CUT_KINDS:
+                series = self._fleet.registry.value(
+                    "coterie_cut_answers", plan.specialist, judged.kind
+                )
+                series.add()
         if plan.shadow and self._shadows is not None:
             target = plan.shadow
 
-            def on_end(result: str, valid: bool | None) -> None:
-                self._shadow_ended(run, target, result, valid)
+            def on_end(result: str, answer: JudgedAnswer | None) -> None:
+                if self._shadow_ended(run, target, result, answer):
+                    self._label(run, task, answered_at, was_healthy)
 
             request = shadow_request(run, target)
-            self._shadows.offer(ShadowTask(request, vendor, target, run.shadow_why, on_end))
+            task = ShadowTask(request, vendor, target, run.shadow_why, on_end, primary=run)
+            self._shadows.offer(task)
 
     def failed(self, run: RequestRun, code: str) -> None:
         if code in REPLICA_FAULTS and run.replica:
@@ -186,57 +204,100 @@ class EnsembleService:
     def drained(self) -> frozenset[str]:
         return frozenset() if self._control is None else self._control.drained
 
-    async def _run_shadow(self, runner: ShadowRunner, task: ShadowTask) -> bool | None:
+    async def _run_shadow(self, runner: ShadowRunner, task: ShadowTask) -> JudgedAnswer | None:
         watch = self.control.watches.get(task.target)
         if watch is not None and watch.is_draining:
             raise Saturated(f"{task.target} is draining")
         return await runner.run(task)
 
-    def _shadow_ended(self, run: RequestRun, target: str, result: str, valid: bool | None) -> None:
+    def _shadow_ended(
+        self, run: RequestRun, target: str, result: str, answer: JudgedAnswer | None
+    ) -> bool:
+        """Whether the primary and its shadow disagreed."""
         primary = run.outcome
         if result == DONE:
             result = "unjudged"
-            if valid is not None:
-                self.control.judged_alone(target, valid)
+            if answer is not None:
+                answer = replace(answer, tenant=own_tenant(run.request.tenant))
+                self.control.judged_alone(target, answer)
+            if answer is not None and answer.kind in (VALID, INVALID):
+                self._count_health(target, answer.kind == VALID, self._clock())
                 result = "judged" if primary is None else "agreed"
-                if primary is not None and primary != valid:
+                if primary is not None and primary != (answer.kind == VALID):
                     result = "disagreed"
-                    row = disagreement(run, target, self._clock())
-                    if row is not None:
-                        self._keeper.add_disagreement(row)
         self._fleet.registry.value("coterie_shadows", target, result).add()
+        return result == "disagreed"
+
+    def _label(self, run: RequestRun, task: ShadowTask, at: float, was_healthy: bool) -> None:
+        name = run.plan.specialist
+        watch = self.control.watches.get(name)
+        is_bad = watch is None or self._labels.is_bad(watch, self._clock())
+        found = self._labels.labelled(run, task, at, primary_is_healthy=was_healthy and not is_bad)
+        self._fleet.registry.value("coterie_calibration_labels", name, found).add()
+
+    def _is_healthy(self, specialist: str, at: float) -> bool:
+        watch = self.control.watches.get(specialist)
+        return watch is not None and self._labels.is_healthy(watch, at)
+
+    def _count_health(self, specialist: str, valid: bool, at: float) -> None:
+        watch = self.control.watches.get(specialist)
+        if watch is not None:
+            self._labels.judged(watch, valid, self._inputs.ensemble.min_judged, at)
 
     def verdict(self, effect: VerdictEffect, good: bool) -> None:
         """A caller has judged an answer. It counts if no check did: what a check found is not for
         one caller to change, or it could demote a specialist for all."""
         is_recent = effect.finished_at >= self._clock() - self._inputs.ensemble.window_s
         if self._control is not None and is_recent and not effect.is_checked:
-            self._control.judged_alone(effect.specialist, good)
+            kind = VALID if good else INVALID
+            # under a low limit its caller's verdict says as little as a check's
+            answer = JudgedAnswer(kind, effect.tenant, max_tokens=effect.cut_at)
+            self._control.judged_alone(effect.specialist, answer)
 
     # the operator
 
     async def start_canary(self, name: str, share: float, actor: str) -> dict[str, Any]:
-        """A canary for an adapter: `name@version`, or the newest version of `name`. If that one is
-        the current one already, the version before it becomes current until the test has ended."""
-        bare, _, version = name.partition("@")
-        self.control.canaries.check(bare, share)
-        shown = await self._admin.show(bare, version or None)
-        candidate = shown.card if version else max(shown.versions, key=_installed_at)
-        current = self._admin.current()[bare]
-        if candidate.digest == current.digest:
-            if len(shown.versions) < 2:
-                raise Conflict(f"{bare} has one version: install the next one first")
-            current = await self._admin.rollback(bare)
-            self._resolve_fixed(bare)
-        spec = CanarySpec(
-            "adapter",
-            bare,
-            candidate.digest,
-            current.digest,
-            share,
-            f"{bare}@{candidate.version}",
-        )
+        """A canary for an adapter: `name@version`, or the version of `name` that was installed
+        last."""
+        return self._start_canary(await self._candidate(name), share, actor)
+
+    async def promote(
+        self, name: str, share: float, actor: str
+    ) -> tuple[AdapterCard, dict[str, Any] | None]:
+        """Let a staged version answer: as a canary where a check or a floor can judge it, else it
+        becomes current at once. Returns the version, and the canary's figures."""
+        card = await self._candidate(name)
+        if self._is_judged(card):
+            return card, self._start_canary(card, share, actor)
+        card = await self._admin.alias(card.name, card.name, card.version)
+        self._resolve_fixed(card.name)
+        return card, None
+
+    async def _candidate(self, name: str) -> AdapterCard:
+        bare, at, version = name.partition("@")
+        shown = await self._admin.show(bare, version if at else None)
+        card = shown.card if at else max(shown.versions, key=_installed_at)
+        if card.digest == self._admin.current()[card.name].digest:
+            raise Conflict(
+                f"{card.name}@{card.version} is the current version already: install the next one, "
+                "or name another with @VERSION"
+            )
+        return card
+
+    def _start_canary(self, card: AdapterCard, share: float, actor: str) -> dict[str, Any]:
+        self.control.canaries.check(card.name, share)
+        current, label = self._admin.current()[card.name], f"{card.name}@{card.version}"
+        spec = CanarySpec("adapter", card.name, card.digest, current.digest, share, label)
         return self.control.start_canary(spec, actor)
+
+    def _is_judged(self, card: AdapterCard) -> bool:
+        """Whether its answers can be judged: its package states a form, or a specialist that it
+        can run on has checks or a floor."""
+        profile = self._fleet.catalog.profile(card)
+        if profile.answer_pattern or profile.response_format is not None:
+            return True
+        settings = (self._inputs.specialists.get(name) for name in self._fleet.router.fits(card))
+        return any(item and (judging(item.checks) or item.slo.correctness) for item in settings)
 
     def start_specialist_canary(
         self, specialist: str, intent: str, share: float, actor: str
@@ -353,6 +414,8 @@ class EnsembleService:
         for change in changes:
             self._fleet.registry.value("coterie_control_changes", change.kind).add()
             log("ensemble_changed", model=change.subject, reason=f"{change.kind} by {change.actor}")
+            if change.kind in ("breaker_tripped", "demoted"):
+                self._labels.demoted(change.subject, change.at)
             if change.kind == "canary_promoted" and change.details["kind"] == "adapter":
                 self._promotions.append(change)
         return bool(changes)
@@ -412,14 +475,17 @@ def steer_request(run: RequestRun) -> SteerRequest:
     request, hints = run.request, run.request.hints
     settings = run.snapshot.config.specialists.get(run.plan.specialist)
     fixed = () if settings is None else settings.adapters
+    is_job = request.submitted_at is not None
     names = [hints.model or "", *(item.name for item in hints.adapters), *fixed]
     return SteerRequest(
         request.id,
         # a job was accepted long ago
-        MAX_PRIORITY if request.submitted_at is not None else request.limits.priority,
+        MAX_PRIORITY if is_job else request.limits.priority,
         is_named=bool(hints.adapters) or hints.model not in (None, "", AUTO),
         is_pinned=any("@" in name for name in names),
         allowed=frozenset(hints.allowed) or None,
+        tenant="" if is_job else own_tenant(request.tenant),
+        share=1.0 if run.tenant is None else run.tenant.share,
     )
 
 
@@ -431,7 +497,7 @@ def _watched(
             name,
             settings.fallback,
             settings.slo,
-            has_checks=bool(settings.checks),
+            has_checks=judging(settings.checks),
             may_shadow=not settings.remote.url or settings.remote.shadow,
             replicas=served[name].replicas.names,
         )

@@ -16,6 +16,7 @@ from coterie.service.meter import RequestMeter
 from coterie.service.plan import RequestRun
 from coterie.service.records.log import InferenceRecords
 from coterie.service.records.store import InferenceRecord
+from coterie.service.slo.evidence import INVALID, OPEN, VALID, JudgedAnswer
 from coterie.service.validate.base import AnswerContext
 from coterie.service.validate.generic import GenericValidator
 from coterie.service.validate.validators import AnswerValidators
@@ -39,6 +40,7 @@ class Finisher:
         self._num_validating += 1
         try:
             validation = await self._validated(run, event)
+            run.judged = await self._judged(run, event, validation)
         finally:
             self._num_validating -= 1
         if event.timings.grammar_s != run.grammar_s:
@@ -66,9 +68,16 @@ class Finisher:
             event.unfinished,
         )
 
-    async def outcome(self, run: RequestRun, event: Finished) -> bool | None:
-        """Whether an answer that nobody gets, as that of a shadow, is valid. Records nothing."""
-        return _outcome(run, event, await self._validated(run, event))
+    async def outcome(self, run: RequestRun, event: Finished) -> JudgedAnswer | None:
+        """What is known about an answer that nobody gets, as that of a shadow; None if it did not
+        end. Records nothing."""
+        return await self._judged(run, event, await self._validated(run, event))
+
+    async def is_valid_for(self, run: RequestRun, text: str) -> bool:
+        """Whether `text`, a whole answer, would be valid as the answer of this run."""
+        context = answer_context(run, "stop")
+        found = await self._validators.validate(text, context, run.snapshot.commands)
+        return found is not None and found.valid and found.validator != GenericValidator.name
 
     def failed(self, run: RequestRun, event: Failed, meter: RequestMeter) -> InferenceMetrics:
         metrics = metrics_of(run, meter.so_far(event.request_id, ""), failure=event.code)
@@ -94,7 +103,35 @@ class Finisher:
         if event.choices[0] not in WHOLE or not run.may_be_validated:
             return None
         text, commands = "".join(run.texts), run.snapshot.commands
-        return await self._validators.validate(text, _context(run, event), commands)
+        return await self._validators.validate(
+            text, answer_context(run, _reason(run, event)), commands
+        )
+
+    async def _judged(
+        self, run: RequestRun, event: Finished, validation: ValidationResult | None
+    ) -> JudgedAnswer | None:
+        """What the answer says about its specialist. One that its caller cut, with a limit or a
+        stop string, is judged by what it could still become."""
+        if event.choices[0] not in WHOLE:
+            return None
+        kind, limits = "", run.request.limits
+        if validation is not None and validation.validator != GenericValidator.name:
+            kind = VALID if validation.valid else INVALID
+            was_stopped = event.choices[0] == "stop" and bool(limits.stop) and kind == INVALID
+            if was_stopped or _is_cut(run, event):
+                text = "".join(run.texts)
+                kind = OPEN
+                if not validation.valid:
+                    kind = await self._validators.prefix_kind(
+                        text, answer_context(run, _reason(run, event))
+                    )
+        return JudgedAnswer(
+            kind,
+            own_tenant(run.request.tenant),
+            event.usage.completion_tokens // run.num_choices,
+            run.max_tokens or 0,
+            event.choices[0] == "length",
+        )
 
     def _without_answer(self, run: RequestRun, metrics: InferenceMetrics) -> None:
         """Record without digests: a request without an answer must not count against an adapter."""
@@ -111,7 +148,12 @@ def _count_cost(run: RequestRun, event: Finished) -> None:
     run.served.series.registry.value("coterie_remote_cost", run.served.name).add(cost / 1e6)
 
 
-def _context(run: RequestRun, event: Finished) -> AnswerContext:
+def _reason(run: RequestRun, event: Finished) -> str:
+    """If its format was completed, the answer is whole, even if it ended at its limit."""
+    return "stop" if _is_whole(run, event) else event.choices[0]
+
+
+def answer_context(run: RequestRun, finish_reason: str) -> AnswerContext:
     prompt, trace = run.request.prompt, run.plan.trace
     # if tools may be called, the answer may have any form
     free = isinstance(prompt, Chat) and bool(prompt.tools)
@@ -120,10 +162,10 @@ def _context(run: RequestRun, event: Finished) -> AnswerContext:
         answer_pattern=run.plan.tuned.answer_pattern,
         task_type="" if free else run.task_type,
         code_language="" if trace is None else str(trace.features.get("code_language", "")),
-        experts=names_of(run.plan),
+        # a check for one expert's answers knows nothing of an answer to several tasks
+        experts=() if trace is not None and trace.has_several_tasks else names_of(run.plan),
         checks=() if free else run.checks,
-        # if its format was completed, the answer is whole, even if it ended at its limit
-        finish_reason="stop" if _is_whole(run, event) else event.choices[0],
+        finish_reason=finish_reason,
     )
 
 
@@ -137,8 +179,12 @@ def _outcome(run: RequestRun, event: Finished, validation: ValidationResult | No
     existence could be checked: adapters whose answers have no form to check would seem the best."""
     if validation is None or validation.validator == GenericValidator.name:
         return None
-    cut = event.choices[0] == "length" and run.request.limits.max_tokens is not None
-    return None if cut else validation.valid
+    return None if _is_cut(run, event) else validation.valid
+
+
+def _is_cut(run: RequestRun, event: Finished) -> bool:
+    """Whether it ended at the limit that its caller gave."""
+    return event.choices[0] == "length" and run.request.limits.max_tokens is not None
 
 
 # finish reasons of answers that ended by themselves or at their limit

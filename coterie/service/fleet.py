@@ -25,6 +25,7 @@ from coterie.core.errors import (
     UnsupportedFeature,
 )
 from coterie.core.request import AUTO, KeyRights, RouteHints
+from coterie.core.sampling import NO_RECOMMENDATION, SampledWith, default_sampling
 from coterie.core.snapshot import snapshot_of
 from coterie.obs.log import log
 from coterie.obs.metrics import MetricRegistry
@@ -120,6 +121,10 @@ class ModelCard:
     max_model_len: int
     root: str
     parent: str | None = None
+    # of a request that sets nothing; empty where another server decides
+    sampling: Mapping[str, SampledWith] = field(default_factory=dict)
+    # added to chats without a system message; "" = nothing is
+    system_prompt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,13 +304,14 @@ class Fleet:
         await asyncio.gather(*(replica.close() for replica in self._replicas()))
         await self.catalog.close()
 
-    def cards(self, allowed: Collection[str] = ()) -> tuple[ModelCard, ...]:
+    def cards(self, rights: RouteHints) -> tuple[ModelCard, ...]:
         """The specialists, then the adapters that fit one, by name and alias. If there are
         adapters or several specialists, `auto` is listed too, so that users of a client can leave
-        the choice to the router; then the model aliases. `allowed`: only these specialists; empty =
-        all."""
+        the choice to the router; then the model aliases. `rights` has what the tenant may use; the
+        rest is not listed."""
+        allowed = rights.allowed
         bases = tuple(
-            ModelCard(item.name, item.created, item.context, item.model)
+            self._base_card(item)
             for item in self._served.values()
             if not allowed or item.name in allowed
         )
@@ -313,42 +319,60 @@ class Fleet:
             card
             for name, adapter in self.catalog.current().items()
             if name not in self._served
-            and (card := self._adapter_card(name, adapter, allowed)) is not None
+            and (card := self._adapter_card(name, adapter, rights)) is not None
         )
         first = bases[0] if bases else None
         several = bool(adapters) or len(bases) > 1
         routed = (replace(first, name=AUTO),) if several and first is not None else ()
-        return bases + adapters + routed + tuple(self._alias_cards(tuple(allowed)))
+        return bases + adapters + routed + tuple(self._alias_cards(rights))
 
-    def _alias_cards(self, allowed: tuple[str, ...]) -> Iterator[ModelCard]:
+    def _alias_cards(self, rights: RouteHints) -> Iterator[ModelCard]:
         """Of the aliases without wildcards whose model can be used."""
         for name in self.router.aliases.exact:
             with suppress(NotFound, Forbidden, InvalidRequest):
-                yield self.card(name, allowed)
+                yield self.card(name, rights)
 
-    def card(self, model: str | None, allowed: tuple[str, ...] = ()) -> ModelCard:
-        route = self.router.resolve(RouteHints(model, allowed=allowed))
+    def card(self, model: str | None, rights: RouteHints) -> ModelCard:
+        route = self.router.resolve(replace(rights, model=model))
         base = self._served[route.specialist]
         target = self.router.named(RouteHints(model)).model
         if target != model:
-            return replace(self.card(target, allowed), name=str(model), root=str(target))
+            return replace(self.card(target, rights), name=str(model), root=str(target))
         if not route.adapters:
-            name = AUTO if model == AUTO else base.name
-            return ModelCard(name, base.created, base.context, base.model)
+            card = self._base_card(base)
+            return replace(card, name=AUTO) if model == AUTO else card
         root = "+".join(adapter.name for adapter in route.adapters)
         known = [self.catalog.by_digest(adapter.digest) for adapter in route.adapters]
         created = max(int(card.installed_at) for card in known if card is not None)
-        return ModelCard(str(model), created, base.context, root, base.name)
+        sampling = _default_sampling(base)
+        return ModelCard(str(model), created, base.context, root, base.name, sampling)
+
+    def _base_card(self, item: ServedSpecialist) -> ModelCard:
+        system = "" if item.tokenizer is None else item.tokenizer.card_system
+        if self.router.specialists[item.name].fixed:
+            system = ""
+        return ModelCard(
+            item.name,
+            item.created,
+            item.context,
+            item.model,
+            sampling=_default_sampling(item),
+            system_prompt=system,
+        )
 
     def _adapter_card(
-        self, name: str, adapter: AdapterCard, allowed: Collection[str]
+        self, name: str, adapter: AdapterCard, rights: RouteHints
     ) -> ModelCard | None:
+        allowed = rights.allowed
+        if not self.router.may_use(adapter, rights):
+            return None
         fitting = [item for item in self.router.fits(adapter) if not allowed or item in allowed]
         if not fitting:
             return None
         base = self._served[fitting[0]]
         package = f"{adapter.name}@{adapter.version}"
-        return ModelCard(name, int(adapter.installed_at), base.context, package, base.name)
+        installed_at, sampling = int(adapter.installed_at), _default_sampling(base)
+        return ModelCard(name, installed_at, base.context, package, base.name, sampling)
 
     def health(self, *, is_open: bool) -> ServiceHealth:
         """`is_open`: the server has started and does not shut down."""
@@ -429,7 +453,16 @@ def _read_tokenizer(path: Path | None) -> Tokenizer | None:
 def _specialist(item: ServedSpecialist) -> Specialist:
     room = item.info.adapters
     nbytes = 0 if room is None else room.device_bytes
-    return Specialist(item.name, item.info.generation, item.info.fingerprint, nbytes)
+    info, tokenizer = item.info, item.tokenizer
+    advice = NO_RECOMMENDATION if tokenizer is None else tokenizer.recommended
+    return Specialist(item.name, info.generation, info.fingerprint, nbytes, recommended=advice)
+
+
+def _default_sampling(item: ServedSpecialist) -> dict[str, SampledWith]:
+    """Of a request that sets nothing and names this specialist."""
+    if item.tokenizer is None:
+        return {}
+    return default_sampling(item.info.generation, item.tokenizer.recommended.sampling)
 
 
 def check_room(specialist: str, fixed: Sequence[FixedAdapter], served: ServedSpecialist) -> None:

@@ -136,9 +136,13 @@ class RequestMeter:
         """A `Finished` event for a request whose engine sends nothing more."""
         total_s = time.monotonic() - self._arrived_at
         started = self._started or Started(request_id, "", 0, 0)
+        queue_s = total_s if self._started is None else self._started_at - self._arrived_at
+        first_s = self.first_token_s
         timings = Timings(
-            queue_s=total_s if self._started is None else self._started_at - self._arrived_at,
-            first_token_s=self.first_token_s or 0.0,
+            queue_s=queue_s,
+            prefill_s=max((total_s if first_s is None else first_s) - queue_s, 0.0),
+            first_token_s=first_s or 0.0,
+            decode_s=0.0 if first_s is None else self.last_token_at - self._arrived_at - first_s,
             total_s=total_s,
         )
         usage = Usage(
@@ -167,7 +171,7 @@ class RequestMeter:
                 elif self.first_token_s is None:
                     self._first_token(now)
             elif isinstance(event, Started):
-                self._started, self._started_at = event, now
+                self._started, self._started_at = event, event.at or now
                 series.prompt_tokens.add(event.prompt_tokens)
                 series.prefix_queries.add(event.prompt_tokens)
                 series.prefix_hits.add(event.cached_tokens)

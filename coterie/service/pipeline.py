@@ -36,6 +36,7 @@ from coterie.core.request import (
     ResponseFormat,
     RouteHints,
     Sampling,
+    own_tenant,
 )
 from coterie.core.sampling import VENDOR_DEFAULTS
 from coterie.core.settings import JobSettings
@@ -72,7 +73,8 @@ from coterie.service.records.log import InferenceRecords
 from coterie.service.responses.store import ResponseStore
 from coterie.service.shadow.runner import ShadowRunner
 from coterie.service.snapshot import ServingSnapshot
-from coterie.service.submit.submitter import Submitter, assignment, tokenise
+from coterie.service.submit.admission import AdmissionResult
+from coterie.service.submit.submitter import SubmittedRequest, Submitter, assignment, tokenise
 from coterie.service.validate.validators import AnswerValidators
 from coterie.workers.remote.body import check_format
 
@@ -151,7 +153,8 @@ class Pipeline:
         self._validators = parts.validators
         self._routes = RouteMeter(self.registry)
         self._planner = RequestPlanner(parts.fleet, self._routes)
-        self._grammars = GrammarCheck()
+        killed = self.registry.value("coterie_recoveries", "grammars", "child_killed")
+        self._grammars = GrammarCheck(killed.add)
         self._submitter = Submitter()
         self._conversations = ConversationPredictor(self.registry)
         self._finisher = Finisher(parts.validators, parts.records)
@@ -253,7 +256,7 @@ class Pipeline:
 
         The request then uses the digests that its names mean at this moment. A refusal is stamped.
         """
-        receipt = self.receipts.begin(request, on_receipt)
+        receipt, run = self.receipts.begin(request, on_receipt), None
         try:
             if self._draining:
                 raise Unavailable("the server is shutting down")
@@ -263,9 +266,10 @@ class Pipeline:
             self.encoders.refuse_generation(request.hints.model, hints.model)
             if hints is not request.hints:
                 request = replace(request, hints=hints)
-            run = self._steered(self._planner.plan(request, vendor, snapshot), vendor, receipt)
+            run = self._planner.plan(request, vendor, snapshot)
+            run = self._steered(run, vendor, receipt)
         except CoterieError as error:
-            receipt.refused(error)
+            receipt.refused(error, run)
             if receipt.trace is not None and receipt.trace.owns_root:
                 receipt.trace.root.end(request.id)
             raise
@@ -447,7 +451,7 @@ class Pipeline:
                     if receipt.trace is not None and isinstance(work, RemoteAssignment):
                         work = replace(work, trace=receipt.trace)
                     quota.reserve(work.num_prompt_tokens, (run.max_tokens or 0) * run.num_choices)
-                    replica, event_queue = await self._submitter.enqueue(
+                    submitted = await self._submitter.enqueue(
                         run.served,
                         work,
                         partial(self._admitted, planned, meter),
@@ -464,12 +468,13 @@ class Pipeline:
                 on_abort(metrics)
                 raise
             meter.max_tokens = run.max_tokens
-            run.replica = replica.name
+            run.replica = submitted.replica.name
+            submitted.on_move = partial(self._moved, planned, submitted)
             ended, keeps_text = False, run.may_be_validated
             self._open += 1
             try:
                 while not ended:
-                    events = await event_queue.take()
+                    events = await submitted.events.take()
                     meter.observe(events)
                     for event in events:
                         if isinstance(event, Delta):
@@ -486,6 +491,7 @@ class Pipeline:
                                 run.max_tokens,
                                 run.prompt_ids,
                                 event.stored_tokens,
+                                event.at,
                             )
                         else:
                             if isinstance(event, Failed) and meter.first_token_s is None:
@@ -497,22 +503,29 @@ class Pipeline:
             finally:
                 quota.settle(meter.num_tokens)
                 self._open -= 1
-                event_queue.end()
+                submitted.events.end()
                 if not ended:
                     metrics = self._finisher.abandoned(run, meter)
                     receipt.cut_off(run, metrics)
                     on_abort(metrics)
-                    await replica.abort(run.request.id)
+                    await submitted.abort()
 
     def _admitted(
-        self, planned: PlannedRequest, meter: RequestMeter, replica: str, outcome: str
+        self, planned: PlannedRequest, meter: RequestMeter, result: AdmissionResult
     ) -> None:
         """Stamp the receipt before the request is sent. One that was rerouted stays so."""
         # a worker may tell its verdict together with the first token
         meter.admitted_at = time.monotonic()
-        outcome = planned.run.admission or outcome
-        self.registry.value("coterie_admissions", planned.run.served.name, outcome).add()
-        planned.receipt.admitted(planned.run, replica, outcome)
+        run = planned.run
+        outcome = run.admission or result.outcome
+        self.registry.value("coterie_admissions", run.served.name, outcome).add()
+        if result.reason and result.reason not in run.plan.reasons:
+            run.plan = replace(run.plan, reasons=(*run.plan.reasons, result.reason))
+        planned.receipt.admitted(run, result.replica.name, outcome)
+
+    def _moved(self, planned: PlannedRequest, submitted: SubmittedRequest, left: str) -> None:
+        planned.run.replica = submitted.replica.name
+        planned.receipt.moved(left, submitted.replica.name)
 
     async def _ended(
         self, planned: PlannedRequest, event: Finished | Failed, meter: RequestMeter
@@ -541,7 +554,7 @@ class Pipeline:
         router = self._fleet.router
         self.encoders.refuse_generation(hints.model, router.named(hints).model)
         if tenant is not None:
-            hints = replace(hints, allowed=self._fleet.snapshot.allowed(tenant))
+            hints = self._fleet.snapshot.with_allowed(hints, tenant)
         if prompt is None:
             return router.resolve(hints).specialist
         return router.specialist(hints, prompt)
@@ -553,15 +566,29 @@ class Pipeline:
             if served.tokenizer is None:
                 check_format(request.response_format)
             else:
-                await self._grammars.check(request.response_format, served.tokenizer)
+                tenant = own_tenant(request.tenant)
+                await self._grammars.check(request.response_format, served.tokenizer, tenant)
 
-    async def tokenise(self, specialist: str | None, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt for `specialist`. A prompt that does not fit is tokenised too, up
-        to `COUNTED` times the context; long prompts one at a time."""
-        self.encoders.refuse_generation(specialist)
+    async def tokenise(
+        self, specialist: str | None, prompt: Prompt, hints: RouteHints | None = None
+    ) -> list[int]:
+        """The tokens of a prompt for `specialist`, with the adapters that `hints` name. A prompt
+        that does not fit is tokenised too, up to `COUNTED` times the context; long prompts one at a
+        time."""
+        prompt = self.readable(specialist, prompt, hints)
         served = self._fleet.find(specialist)
         async with self._counting if is_long(prompt) else nullcontext():
             return await tokenise(served.own_tokenizer(), prompt, served.context, COUNTED)
+
+    def readable(
+        self, specialist: str | None, prompt: Prompt, hints: RouteHints | None = None
+    ) -> Prompt:
+        """The prompt as `specialist` reads it, with the adapters that `hints` name."""
+        self.encoders.refuse_generation(specialist)
+        served, router = self._fleet.find(specialist), self._fleet.router
+        named = () if hints is None else router.resolve(hints).adapters
+        fixed = router.specialists[served.name].fixed
+        return served.own_tokenizer().readable(prompt, with_adapters=bool(named or fixed))
 
     def tokenizer(self, specialist: str | None) -> Tokenizer:
         """Raises UnsupportedFeature for a specialist on another server."""
@@ -570,8 +597,8 @@ class Pipeline:
 
     def models(self, tenant: str | None = None) -> tuple[ModelCard, ...]:
         """The cards of all models, or of those that a tenant may use."""
-        allowed = self._may_use(tenant)
-        return self._fleet.cards(allowed) + self._encoder_cards(allowed)
+        rights = self._may_use(tenant)
+        return self._fleet.cards(rights) + self._encoder_cards(rights.allowed)
 
     def _encoder_cards(self, allowed: Sequence[str]) -> tuple[ModelCard, ...]:
         cards = {
@@ -585,12 +612,12 @@ class Pipeline:
 
     def model(self, name: str | None, tenant: str | None = None) -> ModelCard:
         """The card for any model name that a request may use, also `base:a@1.0+b`."""
-        allowed = self._may_use(tenant)
+        rights = self._may_use(tenant)
         wanted = self.encoder_name(name)
-        for card in self._encoder_cards(allowed):
+        for card in self._encoder_cards(rights.allowed):
             if card.name == wanted:
                 return card if wanted == name else replace(card, name=str(name), root=card.name)
-        return self._fleet.card(name, allowed)
+        return self._fleet.card(name, rights)
 
     def encoder_name(self, model: str | None) -> str | None:
         """`model`, or what it is an alias of. A name that an encoder has means that encoder."""
@@ -623,9 +650,15 @@ class Pipeline:
             return False
         return True
 
-    def _may_use(self, tenant: str | None) -> tuple[str, ...]:
+    def _may_use(self, tenant: str | None) -> RouteHints:
+        """Hints with nothing but what the tenant may use, encoders too."""
         snapshot = self._fleet.current_snapshot
-        return () if tenant is None or snapshot is None else snapshot.config.may_use(tenant)
+        if tenant is None or snapshot is None:
+            return RouteHints()
+        config = snapshot.config
+        return RouteHints(
+            allowed=config.may_use(tenant), allowed_experts=config.may_use_experts(tenant)
+        )
 
     def expected_wait_s(self, specialist: str | None = None) -> float:
         """Estimated time until a new request would get its first token."""
@@ -636,13 +669,16 @@ class Pipeline:
         """Number of requests that run or wait."""
         return self._open
 
-    def health(self) -> ServiceHealth:
+    def health(self, tenant: str | None = None) -> ServiceHealth:
+        """Of all specialists; `tenant`: with the details of those that it may use."""
         health = self._fleet.health(is_open=self._started and not self._draining)
         encoders = self.encoders.health()
+        allowed = self._may_use(tenant).allowed
+        found = (health.specialists | encoders).items()
         return replace(
             health,
             ready=health.ready and all(item["ready"] for item in encoders.values()),
-            specialists=health.specialists | encoders,
+            specialists={name: item for name, item in found if not allowed or name in allowed},
         )
 
     def metrics_text(self) -> str:
@@ -660,6 +696,8 @@ class Pipeline:
         self._measure_batches()
         for verdict, count in self.records.verdicts.items():
             registry.value("coterie_feedback", verdict).set(count)
+        for check, count in self._validators.health.broken.items():
+            registry.value("coterie_broken_checks", check).set(count)
         registry.value("coterie_recoveries", "gateway", "job_taken_up").set(self.jobs.taken_up)
         registry.value("coterie_recoveries", "gateway", "receipt").set(self.records.recovered)
         self._fleet.measure()

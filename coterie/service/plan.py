@@ -6,7 +6,7 @@ Runs on the event loop as the first step of a request; nothing here waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from coterie.core.quick_init import quick_init
 from coterie.core.receipt import CLOSED
 from coterie.core.request import AdapterHint, InferenceRequest, ResponseFormat, Sampling
 from coterie.packages.adapter_kinds import is_exact
+from coterie.routing.router import NAMED
 from coterie.service.breaker.steering import SteeredPlan
 from coterie.service.fleet import Fleet
 from coterie.service.meter import RouteMeter
@@ -30,6 +31,7 @@ from coterie.service.snapshot import ServingSnapshot
 
 if TYPE_CHECKING:
     from coterie.service.fleet import ServedSpecialist
+    from coterie.service.slo.evidence import JudgedAnswer
 
 # how often a plan is made again without the adapters that do not fit, before the base model answers
 MAX_TRIES = 3
@@ -84,7 +86,7 @@ class RequestPlanner:
         planned.plan = replace(
             planned.plan,
             confidence=alternate.probability,
-            reasons=(*first.reasons, *planned.plan.reasons, reason),
+            reasons=(*_reasons(first, planned.plan), reason),
             trace=_routed_trace(first, planned.plan),
             lowered_priority=first.lowered_priority,
             intent=first.intent,
@@ -111,7 +113,7 @@ class RequestPlanner:
             planned.plan = replace(
                 planned.plan,
                 confidence=routed.confidence,
-                reasons=routed.reasons,
+                reasons=_reasons(routed, planned.plan),
                 trace=_routed_trace(routed, planned.plan),
                 intent=routed.intent,
             )
@@ -154,7 +156,9 @@ class RequestPlanner:
                 if tries > MAX_TRIES
                 else request_without(request, plan, left)
             )
-            request, plan = reduced, snapshot.router.plan(reduced, vendor)
+            first, request, plan = plan, reduced, snapshot.router.plan(reduced, vendor)
+            if NAMED not in first.reasons:
+                plan = replace(plan, reasons=_reasons(first, plan))
             fixed = snapshot.fixed_digests(plan.specialist)
         return with_left_out(plan, gone)
 
@@ -202,6 +206,8 @@ class RequestRun:
     routed: RoutePlan | None = None
     # whether its answer was valid; None = not judged
     outcome: bool | None = None
+    # what its answer says about who wrote it; None if it did not end
+    judged: JudgedAnswer | None = None
     # adapters that the router chose were left out, because they do not fit into memory
     was_reduced: bool = False
     # text of the first choice, in pieces; only if it may be validated
@@ -245,6 +251,12 @@ def remote_sampling(request: InferenceRequest, plan: RoutePlan) -> Sampling:
             top_p=resolved.top_p if given.top_p is None and resolved.top_p != 1.0 else given.top_p,
         )
     return replace(given, n=resolved.n, num_beams=resolved.num_beams)
+
+
+def _reasons(first: RoutePlan, plan: RoutePlan) -> tuple[str, ...]:
+    """Those of the router's decision `first`, and what is new in `plan`, which names in place of
+    the caller who answers."""
+    return (*first.reasons, *(r for r in plan.reasons if r not in (NAMED, *first.reasons)))
 
 
 def _routed_trace(routed: RoutePlan, steered: RoutePlan) -> RouteTrace | None:
@@ -309,12 +321,15 @@ def left_out(
         return []
     scores = {} if plan.trace is None else {c.digest: c.score for c in plan.trace.candidates}
     kept: dict[str, AdapterProfile] = {}
+    why: dict[str, str] = {}
     for digest in sorted(known, key=lambda digest: (digest not in fixed, -scores.get(digest, 0.0))):
-        wider = kept | _with_required(digest, known)
-        if _fits(wider.values(), room):
-            kept = wider
+        needed = _with_required(digest, known)
+        if _fits((kept | needed).values(), room):
+            kept |= needed
+        else:
+            why[digest] = _why(known[digest], needed, kept, room)
     return [
-        LeftOutAdapter(item, _why(known[item.digest], room))
+        LeftOutAdapter(item, why[item.digest])
         for item in plan.adapters
         if item.digest in known and item.digest not in kept
     ]
@@ -393,10 +408,35 @@ def _with_required(digest: str, known: dict[str, AdapterProfile]) -> dict[str, A
     return required
 
 
-def _why(profile: AdapterProfile, room: AdapterLimits) -> str:
-    card = profile.card
-    if card.num_virtual_tokens and card.num_virtual_tokens + MIN_TOKENS > room.tokens:
-        return f"its {card.num_virtual_tokens} soft tokens leave no place in {room.tokens}"
-    nbytes = _nbytes([profile], room)
-    alone = "" if nbytes > room.nbytes else " beside the others"
-    return f"its {nbytes / 1e6:.1f} MB do not fit{alone} in {room.nbytes / 1e6:.1f} MB"
+def _why(
+    profile: AdapterProfile,
+    needed: Mapping[str, AdapterProfile],
+    kept: Mapping[str, AdapterProfile],
+    room: AdapterLimits,
+) -> str:
+    """`needed`: the adapter and those that it requires. The sizes are those of the stack as it
+    would be composed: one part may make all others wider."""
+    tokens = profile.card.num_virtual_tokens
+    if tokens and tokens + MIN_TOKENS > room.tokens:
+        return f"its {tokens} soft tokens leave no place in {room.tokens}"
+    alone = _nbytes(list(needed.values()), room)
+    if alone > room.nbytes:
+        those = "its" if len(needed) == 1 else "with what it requires, its"
+        return f"{those} {_megabytes(alone, room.nbytes)}"
+    stack = list({**kept, **needed}.values())
+    together = _nbytes(stack, room)
+    if together > room.nbytes:
+        before = _nbytes(list(kept.values()), room) / 1e6
+        size = _megabytes(together, room.nbytes)
+        return f"with it the stack's {size} ({before:.1f} MB without it)"
+    soft = sum(item.card.num_virtual_tokens for item in stack)
+    return f"with the others {soft} soft tokens leave no place in {room.tokens}"
+
+
+def _megabytes(nbytes: int, limit: int) -> str:
+    """With as many decimals as it takes to tell them apart."""
+    for digits in range(1, 7):
+        size, most = f"{nbytes / 1e6:.{digits}f}", f"{limit / 1e6:.{digits}f}"
+        if size != most:
+            break
+    return f"{size} MB do not fit in {most} MB"

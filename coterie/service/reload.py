@@ -8,7 +8,7 @@ A request that has begun keeps the settings it began with.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -20,6 +20,7 @@ from coterie.core.snapshot import SettingChange, changes
 from coterie.obs.log import log
 from coterie.service.config_check import check
 from coterie.service.fleet import Fleet
+from coterie.service.snapshot import ServingSnapshot
 from coterie.service.validate.command import ValidatorCommands
 
 # most names that a refusal lists
@@ -47,7 +48,7 @@ class ConfigSources(Generic[Keys]):
 
 @dataclass(frozen=True, slots=True)
 class ReloadResult:
-    """`changed`: the names of the settings that changed."""
+    """`changed`: the names of the settings that changed, and what they mean differently."""
 
     digest_before: str
     digest: str
@@ -94,8 +95,10 @@ class ConfigReloader(Generic[Keys]):
         # nothing waits from here on
         self._fleet.adopt(config, snapshot)
         self._sources.use_keys(keys)
-        every = tuple(change.name for change in changed)
-        return ReloadResult(before.config.digest, snapshot.config.digest, every)
+        every = [*(change.name for change in changed), *_meanings(before, snapshot)]
+        return ReloadResult(
+            before.config.digest, snapshot.config.digest, tuple(dict.fromkeys(every))
+        )
 
     def _read(self) -> tuple[Config, Keys, tuple[SettingChange, ...]]:
         config = self._sources.read()
@@ -108,6 +111,20 @@ class ConfigReloader(Generic[Keys]):
 
     def _count(self, result: str) -> None:
         self._fleet.registry.value("coterie_config_reloads", result).add()
+
+
+def _meanings(before: ServingSnapshot, after: ServingSnapshot) -> Iterator[str]:
+    """What means something else now although no setting may have changed: the trained router that
+    was promoted, experts with another current version, the rights of keys."""
+    old, new = before.router.router_version, after.router.router_version
+    if old != new:
+        yield f"trained router {old or 'none'} -> {new or 'none'}"
+    for name in after.config.specialists:
+        stacks = before.config.adapters.get(name, ()), after.config.adapters.get(name, ())
+        if stacks[0] != stacks[1]:
+            yield f"specialists.{name}.adapters"
+    if before.config.rights != after.config.rights:
+        yield "keys"
 
 
 def _refuse_restart(changed: Sequence[SettingChange]) -> None:

@@ -106,8 +106,21 @@ class _Progress:
             self.id,
             ("timeout",),
             Usage(self.started.prompt_tokens, self.num_tokens, self.started.cached_tokens),
-            Timings(total_s=time.monotonic() - self.arrived_at),
+            self._timings(metrics),
             metrics=metrics,
+        )
+
+    def _timings(self, metrics: InferenceMetrics | None) -> Timings:
+        total_s = time.monotonic() - self.arrived_at
+        if metrics is None:
+            return Timings(queue_s=total_s, total_s=total_s)
+        queue_s, first_s = metrics.queue_ms / 1e3, metrics.first_token_ms / 1e3
+        return Timings(
+            queue_s=queue_s,
+            prefill_s=max((first_s or total_s) - queue_s, 0.0),
+            first_token_s=first_s,
+            decode_s=max(total_s - first_s, 0.0) if first_s else 0.0,
+            total_s=total_s,
         )
 
 

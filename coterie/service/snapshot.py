@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from coterie.core.errors import Forbidden, Unauthenticated
-from coterie.core.request import EVERY_RIGHT, InferenceRequest, KeyRights
+from coterie.core.request import EVERY_RIGHT, InferenceRequest, KeyRights, RouteHints
 from coterie.core.snapshot import EnsembleConfig
 from coterie.routing.router import Router
 from coterie.service.validate.command import ValidatorCommands
@@ -38,6 +38,13 @@ class ServingSnapshot:
             )
         return allowed
 
+    def with_allowed(self, hints: RouteHints, tenant: str) -> RouteHints:
+        """`hints` limited to what the tenant may use."""
+        allowed, experts = self.allowed(tenant), self.config.may_use_experts(tenant)
+        if (hints.allowed, hints.allowed_experts) == (allowed, experts):
+            return hints
+        return replace(hints, allowed=allowed, allowed_experts=experts)
+
     def within_rights(self, request: InferenceRequest) -> InferenceRequest:
         """`request` limited to the rights of its tenant. Refuses a tenant that lost its key since
         the request was received; what was accepted before, as a job was, still runs."""
@@ -46,13 +53,12 @@ class ServingSnapshot:
             if request.submitted_at is None:
                 raise Unauthenticated("this API key is not known here any more")
             rights = EVERY_RIGHT
-        limits, hints = request.limits, request.hints
+        limits, hints = request.limits, self.with_allowed(request.hints, request.tenant)
         priority = min(limits.priority, rights.priority)
-        allowed = self.allowed(request.tenant)
-        given = limits.priority, limits.max_running, limits.share, hints.allowed
-        if given == (priority, rights.max_running, rights.share, allowed):
+        given = limits.priority, limits.max_running, limits.share
+        if given == (priority, rights.max_running, rights.share) and hints is request.hints:
             return request
         limits = replace(
             limits, priority=priority, max_running=rights.max_running, share=rights.share
         )
-        return replace(request, limits=limits, hints=replace(hints, allowed=allowed))
+        return replace(request, limits=limits, hints=hints)

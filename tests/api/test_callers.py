@@ -6,6 +6,8 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 import anthropic
@@ -26,7 +28,7 @@ def lenient() -> Iterator[Served]:
     """Named, open to one origin, and shortening what is asked for."""
     served = Served(
         *(str(tiny_checkpoint("llama")), "--name", "tiny", "--clamp-max-tokens"),
-        *("--allowed-hosts", "coterie.example,other", "--cors-origins", "https://app.example"),
+        *("--allowed-hosts", "coterie.example,other", "--cors-origins", "https://APP.example/"),
         *("--kv-cache-slots", "4", "--context", "128"),
     )
     yield served
@@ -82,6 +84,35 @@ def test_origins(server: Served, lenient: Served) -> None:
     assert server.post(CHAT, chat(), origin=f"http://{place}").status == 200
     assert lenient.post(CHAT, chat(), origin="https://app.example").status == 200
     assert lenient.post(CHAT, chat(), origin="https://evil.example").status == 403
+
+
+def test_a_page_of_a_listed_origin_may_do_everything(lenient: Served) -> None:
+    """And read every answer, refusals and streams too; other pages may do and read nothing."""
+    ours, foreign = "https://app.example", "https://evil.example"
+    told = "access-control-allow-origin"
+    for method in ("GET", "HEAD", "POST", "PATCH", "DELETE"):
+        asked = {
+            "access_control_request_method": method,
+            "access_control_request_headers": "authorization,x-api-key,content-type,x-stainless-os",
+        }
+        allowed = lenient.send("OPTIONS", "/v1/experts/any", None, origin=ours, **asked)
+        assert (allowed.status, allowed.headers[told]) == (200, ours), method
+        assert "x-api-key" in allowed.headers["access-control-allow-headers"]
+        refused = lenient.send("OPTIONS", "/v1/experts/any", None, origin=foreign, **asked)
+        assert refused.status == 400 and told not in refused.headers
+    calls: list[tuple[str, dict[str, Any] | None]] = [
+        ("/v1/models", None), ("/nowhere", None), ("/health", None), (CHAT, chat()),
+        (CHAT, chat(stream=True)), (CHAT, {"model": 1}), ("/v1/experts", None),
+    ]  # fmt: skip
+    for path, body in calls:
+        for origin in (ours, foreign, f"{ours}.evil.example", "null", "https://app.example:444"):
+            send = lenient.get if body is None else partial(lenient.post, body=body)
+            reply = send(path, origin=origin)
+            assert reply.headers.get(told) == (ours if origin == ours else None), (path, origin)
+            assert reply.status == 403 or origin == ours or path == "/health", (path, origin)
+        assert "Origin" in reply.headers["vary"]
+    streamed = lenient.post(CHAT, chat(stream=True), origin=ours)
+    assert streamed.body.rstrip().endswith(b"[DONE]")
 
 
 def test_origins_and_hosts_of_sockets(server: Served) -> None:

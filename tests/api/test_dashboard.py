@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
@@ -30,6 +29,7 @@ from coterie.service.dashboard.stage import StageInputs, stage_of
 from coterie.service.meter import RequestMeter
 from coterie.service.pipeline import Pipeline
 from coterie.workers.inproc import InprocReplica
+from tests.helpers.folders import temporary_folder
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.server_process import Served, chat, frames, own_home
 
@@ -58,7 +58,7 @@ host_budget = "0"
 
 @pytest.fixture(scope="module")
 def home() -> Iterator[Path]:
-    path = own_home(Path(tempfile.mkdtemp(prefix="coterie-home-")))
+    path = own_home(temporary_folder("coterie-home-"))
     (path / "admins.txt").write_text(ADMIN + "\n")
     (path / "keys.txt").write_text(f"{FIRST}\n{SECOND}\n")
     # a copy: what is served leaves its heatmap beside the model

@@ -501,7 +501,8 @@ def test_eight_callers_get_their_own_vectors(encoders: Encoders) -> None:
 
 def encoder_process(encoders: Encoders) -> psutil.Process:
     """The process of the encoder `tiny-bert`, by the log of the last one that was ready."""
-    health = encoders.served.get("/health").json["specialists"]
+    reply = encoders.served.get("/health", authorization=f"Bearer {FULL}")
+    health = reply.json["specialists"]
     assert list(health["tiny-bert"]["replicas"]) == ["n0r0"]
     log = encoders.served.log()
     pids = [

@@ -11,9 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -24,9 +24,11 @@ import psutil
 import pytest
 
 from coterie.api.app import create_app
+from coterie.cli.ensemble import _details
 from coterie.cli.top import WIDTH, lines
 from coterie.core.config import load
 from coterie.service.build import build
+from tests.helpers.folders import temporary_folder
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.app_with_experts import adapter
 from tests.helpers.serving.server_process import Reply, Served, own_home
@@ -75,7 +77,7 @@ checks = ["json"]
 
 @pytest.fixture
 def ensemble_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    path = own_home(Path(tempfile.mkdtemp(prefix="coterie-home-")))
+    path = own_home(temporary_folder("coterie-home-"))
     monkeypatch.setenv("COTERIE_HOME", str(path))
     yield path
     shutil.rmtree(path)
@@ -224,6 +226,12 @@ async def drained(client: httpx.AsyncClient, chat: dict[str, Any]) -> None:
     assert reply.headers["x-coterie-specialist"] == "spare"
     reply = await client.post("/v1/chat/completions", json=chat | {"model": "sql"})
     assert reply.status_code == 529 and "draining" in reply.text
+    assert reply.headers["x-coterie-breaker"] == "draining"
+    receipt = await client.get(f"/v1/receipts/{reply.headers['x-coterie-receipt']}", headers=admin)
+    assert (
+        receipt.json()["plan"] | {"breaker": "draining", "specialist": "sql"}
+        == (receipt.json()["plan"])
+    )
     assert int(reply.headers["retry-after"]) > 0
     message = chat | {"model": "sql", "max_tokens": 4}
     reply = await client.post("/v1/messages", json=message)
@@ -520,23 +528,31 @@ def test_a_spike_against_a_real_server(ensemble_home: Path) -> None:
         "response_format": SCHEMA,
     }
     low_refused: list[dict[str, Any]] = []
+    # answers by priority and status, since the last step was taken
+    counts: Counter[tuple[str, int]] = Counter()
+    is_last_step = threading.Event()
 
-    def caller() -> None:
+    def caller(priority: str) -> None:
         while not stop.is_set():
-            if served.post("/v1/chat/completions", body).status != 200:
+            reply = served.post("/v1/chat/completions", body, x_vllm_priority=priority)
+            if is_last_step.is_set():
+                counts[priority, reply.status] += 1
+            if reply.status != 200:
                 time.sleep(0.05)
 
-    threads = [threading.Thread(target=caller) for _ in range(14)]
+    # vLLM's numbers: 0 is the default priority, 3 is below it
+    threads = [threading.Thread(target=caller, args=(p,)) for p in ["0"] * 10 + ["3"] * 4]
     try:
         try:
             for thread in threads:
                 thread.start()
             deadline = time.monotonic() + 60
             # a pause of the callers may undo a step for a moment
-            while not low_refused:
-                assert time.monotonic() < deadline
+            while not low_refused or counts["0", 200] < 30:
+                assert time.monotonic() < deadline, counts
                 time.sleep(0.2)
                 if len(audit_of(served, "spike_raised")) >= 3:
+                    is_last_step.set()
                     reply = served.post("/v1/chat/completions", body, x_vllm_priority="3")
                     if reply.status == 429 and "priority" in reply.json["error"]["message"]:
                         low_refused.append(reply.json["error"])
@@ -551,6 +567,13 @@ def test_a_spike_against_a_real_server(ensemble_home: Path) -> None:
             time.sleep(0.2)
             found = audit_of(served, "spike_raised", "spike_lowered")
             steps = [entry["details"]["step"] for entry in found]
+        refused = {
+            priority: counts[priority, 429] / (counts[priority, 200] + counts[priority, 429])
+            for priority in ("0", "3")
+        }
+        print(f"refused since the last step: {refused}, of {counts}")
+        # callers that are refused pause, so there is little to refuse: of the low ones first
+        assert refused["3"] > 1.5 * refused["0"], counts
         order = ["normal", "fewer_shadows", "spill", "priority_floor"]
         levels = [0, *(order.index(step) for step in steps)]
         assert all(abs(b - a) == 1 for a, b in itertools.pairwise(levels)), steps
@@ -601,7 +624,12 @@ def test_canaries_against_a_real_server(ensemble_home: Path) -> None:
             more.write(f'[[validators]]\nname = "words"\ncommand = {command}\n')
         file.write_text(file.read_text().replace('checks = ["json"]', 'checks = ["words"]'))
         assert served.post("/v1/config/reload", {}, **key).status == 200, served.log()
-        # 2.0.0 was installed last: 1.0.0 is current again while it is tried
+        # 2.0.0 is staged: nobody who names the expert gets it before it is promoted
+        assert text_of("dialect") == first
+        done = run_cli(ensemble_home, "expert", "promote", "dialect", *at)
+        assert "dialect@2.0.0 gets 5% until" in done.stdout, done.stderr
+        done = run_cli(ensemble_home, "ensemble", "canary", "--stop", "dialect", *at)
+        assert done.returncode == 0, done.stderr
         done = run_cli(ensemble_home, "expert", "promote", "dialect", "--canary", "50%", *at)
         assert done.returncode == 0 and "dialect@2.0.0" in done.stdout, done.stderr
         again = run_cli(ensemble_home, "expert", "promote", "dialect", "--canary", "5%", *at)
@@ -622,6 +650,14 @@ def test_canaries_against_a_real_server(ensemble_home: Path) -> None:
             time.sleep(0.1)
     finally:
         served.stop()
+
+
+def test_the_audit_log_has_readable_numbers() -> None:
+    figures = {"started_at": 1_795_041_234.5, "ended_at": 0.0, "share": 0.05, "needed": 20.0,
+               "evidence_worse": 1.5e9, "candidate_judged": 12, "label": "sql@2.0.0"}  # fmt: skip
+    told = _details(figures)
+    assert "started_at 2026-11-18 22:33:54Z, ended_at -, share 0.05" in told
+    assert "e+" not in told and "evidence_worse 1,500,000,000" in told
 
 
 def _slo(served: Served) -> dict[str, dict[str, Any]]:

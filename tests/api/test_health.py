@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.folders import temporary_folder
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.server_process import Served, chat, own_home
 
@@ -24,7 +24,7 @@ CONFIG = "[engine]\nrestart_backoff_s = 0.02\nmax_restart_backoff_s = 0.05\n"
 @pytest.fixture(scope="module")
 def home() -> Iterator[Path]:
     """Its path is short: sockets lie below it."""
-    path = Path(tempfile.mkdtemp(prefix="coterie-home-"))
+    path = temporary_folder("coterie-home-")
     yield own_home(path)
     shutil.rmtree(path)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from coterie.routing.classify.train import train
 from coterie.routing.classify.versions import RouterVersions
 from coterie.routing.match.embed import static
 from coterie.service.build import build
+from tests.helpers.folders import temporary_folder
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.server_process import own_home
 
@@ -49,7 +49,7 @@ MODEL = "x-coterie-specialist"
 
 @pytest.fixture
 def file(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    home = own_home(Path(tempfile.mkdtemp(prefix="coterie-home-")))
+    home = own_home(temporary_folder("coterie-home-"))
     monkeypatch.setenv("COTERIE_HOME", str(home))
     path = home / "coterie.toml"
     path.write_text(SETTINGS.format(model=tiny_checkpoint("llama")))

@@ -8,7 +8,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from coterie import __version__
-from tests.helpers.serving.server_process import Served, chat
+from tests.helpers.serving.server_process import KEYS, Served, chat
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -45,6 +45,20 @@ def test_health(server: Served) -> None:
     for method in ("GET", "POST", "HEAD"):
         assert server.send(method, "/ping", None).status == 200
     assert server.send("HEAD", "/health", None).status == 200
+
+
+def test_details_of_health_need_a_key(server: Served, strict_server: Served) -> None:
+    """The status does not: it is what a container's probe asks for."""
+    status = {"live": True, "ready": True}
+    for headers in ({}, {"x_api_key": "another"}, {"authorization": "Bearer another"}):
+        reply = strict_server.get("/health", **headers)
+        assert (reply.status, reply.json) == (200, status)
+    known = strict_server.get("/health", x_api_key=KEYS[0])
+    assert known.json["specialists"]["tiny"]["ready"] is True
+    # without keys a page of another origin, or of a name that points here, knows as little
+    for foreign in ({"host": "evil.example"}, {"origin": "https://evil.example"}):
+        reply = server.get("/health", **foreign)
+        assert (reply.status, reply.json) == (200, status)
 
 
 def test_version(server: Served) -> None:

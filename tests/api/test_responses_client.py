@@ -38,8 +38,8 @@ from tests.helpers.serving.server_process import KEYS, Served
 ASK: dict[str, Any] = {"model": "tiny", "input": "hello there", "temperature": 0}
 TOOLS: list[Any] = [{"type": "function", "strict": False, **WEATHER}]
 PATH = "/v1/responses"
-# a list in a list, 300 deep
-DEEP: Any = json.loads("[" * 300 + "]" * 300)
+# a list in a list: more than a caller's JSON may have there, less than a body may
+DEEP: Any = json.loads("[" * 150 + "]" * 150)
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,10 @@ def normal(raw: bytes) -> str:
     text = re.sub(rf'("(?:content|text)":){_TEXT}', r'\1"TEXT"', text)
     text = re.sub(r'"text":"","logprobs"', '"text":"TEXT","logprobs"', text)
     text = re.sub(r'_tokens":\d+', '_tokens":N', text)
-    nested = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+    # a receipt has a plan, which has the values of sampling, each with its source
+    nested = r"\{[^{}]*\}"
+    for _ in range(3):
+        nested = rf"\{{(?:[^{{}}]|{nested})*\}}"
     told = rf'"coterie":\{{"timings":{nested},"receipt":{nested}\}}'
     text = re.sub(told, '"coterie":{}', text)
     blocks = text.split("\n\n")

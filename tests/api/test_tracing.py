@@ -83,12 +83,14 @@ def near(
         "--config", str(file), COTERIE_HOME=str(own_home(folder / "home")),
         RECEIVER_HEADERS=f"x-receiver-key={RECEIVER_KEY}",
     )  # fmt: skip
-    deadline = time.monotonic() + 30
-    while not served.get("/health").json["specialists"]["far"]["ready"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    yield served
-    served.stop()
+    deadline, key = time.monotonic() + 30, f"Bearer {CALLER_KEY}"
+    try:
+        while not served.get("/health", authorization=key).json["specialists"]["far"]["ready"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield served
+    finally:
+        served.stop()
 
 
 def post(served: Served, path: str, body: Any, **headers: str) -> Any:

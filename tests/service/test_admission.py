@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from coterie.core.errors import InvalidRequest, Overloaded, Saturated
+from coterie.core.errors import Overloaded, Saturated
 from coterie.core.fair_share import MAX_ABSENT, VirtualTokenCounters
 from coterie.core.plan import Assignment, LaneState
 from coterie.core.prefix import SHORT_BYTES, extend_chain, is_published, root_digest
@@ -31,7 +32,7 @@ from coterie.service.submit.load import (
 from coterie.service.submit.predict import LatencyPredictor, LeastSquares, LoadFeatures
 from coterie.service.submit.replicas import EngineGroupLoad, ReplicaSet
 from coterie.service.submit.reservations import MAX_AT_ENGINE, ReservationBook, RetryReservation
-from coterie.service.submit.tenants import TenantShares
+from coterie.service.submit.tenants import JudgedShares
 
 LANE = LaneState("s", 0, 4, 10_000, 10_000, (), frozenset(), 2.0, False, step_s=0.01, block_size=16)
 
@@ -225,9 +226,9 @@ def test_a_deadline_counts_to_the_last_token() -> None:
     assert world.refused(asked(9, deadline=later)) is None
     # a deadline that nobody could meet is a cut: the answer ends there
     assert world.refused(asked(10, deadline=world.now + 5.0)) is None
-    # and one that allows no first token is refused for good
-    with pytest.raises(InvalidRequest):
-        world.admit(asked(11, deadline=world.now - 1.0))
+    # so is one that allows no first token: a place is free
+    assert world.refused(asked(11, deadline=world.now + 0.001)) is None
+    assert world.refused(asked(12, deadline=world.now - 1.0)) is None
 
 
 def test_an_offer_of_fewer_tokens_is_admitted() -> None:
@@ -335,6 +336,51 @@ def test_of_many_replicas_the_least_loaded_and_the_warm_are_compared() -> None:
     assert world.admit(asked()).replica.name == "r7"
     cold = replace(asked(max_tokens=1), prompt_ids=ids)
     assert world.admit(cold).replica.name == "r33"
+
+
+def test_what_a_predictor_learnt_is_kept() -> None:
+    world = World(places=8)
+    world.train(token_s=0.1, count=61)
+    learnt = world.replicas.predictor
+    # as it lies on the disk
+    saved = json.loads(json.dumps(learnt.saved()))
+    kept = LatencyPredictor()
+    kept.restore(saved)
+    load = LoadFeatures(2, 5, 30)
+    assert (kept.first_s(50, load), kept.token_s(load)) == (
+        learnt.first_s(50, load),
+        learnt.token_s(load),
+    )
+    assert kept.is_fitted and kept.factor == pytest.approx(learnt.factor, rel=0.03)
+    assert kept.output_share == pytest.approx(learnt.output_share, rel=0.03)
+    # it goes on from there
+    assert kept.saved()["first"] == learnt.saved()["first"]
+    faults: list[dict[str, Any]] = [
+        {},
+        saved | {"drift": "fast"},
+        saved | {"drift": float("nan")},
+        saved | {"first": saved["tokens"]},
+        saved | {"ratios": [0.0] * 130},
+        saved | {"tokens": saved["tokens"] | {"sums": [float("inf")] * 4}},
+    ]
+    for broken in faults:
+        untouched = LatencyPredictor()
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            untouched.restore(broken)
+        assert untouched.saved() == LatencyPredictor().saved()
+
+
+def test_admission_says_why_a_deadline_is_no_promise() -> None:
+    world = World(places=8)
+    early = world.admit(asked(deadline=world.now + 3.0))
+    assert early.reason == "deadline not promised: 0 of 12 requests measured so far"
+    assert not early.request.is_promised
+    world.train(token_s=0.1)
+    assert world.admit(asked(deadline=world.now + 14.0)).reason == ""
+    assert world.admit(asked()).reason == ""
+    cut = world.admit(asked(deadline=world.now + 3.0))
+    assert cut.reason.startswith("deadline not promised: 10.")
+    assert cut.reason.endswith(" s expected on an idle engine, 3.0 s left")
 
 
 def test_a_predictor_finds_the_coefficients_of_an_engine() -> None:
@@ -469,7 +515,7 @@ def test_virtual_tokens() -> None:
 
 def test_a_tenant_that_got_more_leaves_room_for_one_that_was_refused() -> None:
     now = [0.0]
-    shares = TenantShares(lambda: now[0])
+    shares = JudgedShares(lambda: now[0])
 
     def request(tenant: str, share: float = 1.0) -> ReplicaRequest:
         return ReplicaRequest(5, tenant, 50, 50, share=share)

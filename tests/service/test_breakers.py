@@ -17,7 +17,6 @@ from coterie.service.breaker.correctness import (
 )
 from coterie.service.breaker.replica import EjectionRules, ReplicaBreaker
 from coterie.service.breaker.spike import (
-    FLOOR,
     HIGH_LOAD,
     LOW_LOAD,
     NORMAL,
@@ -154,8 +153,23 @@ def test_changes_are_never_closer_than_the_settings_say(
             last = now
     assert breaker.recovery_s(now) <= MAX_TRIP_FACTOR * SETTINGS.recovery_s
     copy = CorrectnessBreaker(SETTINGS)
-    copy.restore(breaker.saved())
+    copy.restore(breaker.saved(), now)
     assert copy.saved() == breaker.saved()
+
+
+def test_a_clock_that_was_set_back_before_a_restart_delays_no_change() -> None:
+    began = 1e9
+    before = CorrectnessBreaker(SETTINGS)
+    now, changes = fed(before, began, 40, 0.5)
+    assert not changes and before.saved()["since"] is not None
+    # a month earlier
+    restarted = now - 30 * 86_400
+    after = CorrectnessBreaker(SETTINGS)
+    after.restore(before.saved(), restarted)
+    now, changes = fed(after, restarted, 120, 0.5)
+    assert [state for _, state in changes] == [SHADOW_ONLY]
+    # the bad answers are forgotten with the window that they were given in
+    assert after.window.rate(now + SETTINGS.window_s * 1.1).judged == 0
 
 
 def test_a_replica_is_ejected_longer_each_time() -> None:
@@ -233,7 +247,8 @@ def test_what_each_step_does() -> None:
     fewer, spilled, floored = levels[1:]
     assert fewer.shadow_below < usual.shadow_below and fewer.spill_below == 0.2
     assert spilled.spill_below > fewer.spill_below and spilled.priority_floor == 0
-    assert floored.priority_floor == FLOOR and floored.spill_below == spilled.spill_below
+    assert floored == spilled
+    assert spike.spill_share == 0.5 and SpikeController(10.0).spill_share == 0.0
 
 
 def test_load_that_goes_up_and_down_faster_than_the_time_changes_nothing() -> None:
@@ -260,6 +275,7 @@ def test_a_level_changes_by_one_and_only_after_its_time(steps: list[tuple[float,
             last = now
         limits = spike.thresholds(USUAL)
         assert limits.shadow_below <= USUAL.shadow_below
-        # a floor only when unsure requests are spilled, and that only with fewer shadows
-        assert not limits.priority_floor or limits.spill_below > USUAL.spill_below
+        # refusals only when requests are spilled, and that only with fewer shadows
+        assert spike.accepted(5, "t") == 1.0 or spike.spill_share > 0.0
+        assert not spike.spill_share or limits.spill_below > USUAL.spill_below
         assert limits.spill_below <= USUAL.spill_below or limits.shadow_below < USUAL.shadow_below

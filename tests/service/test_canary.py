@@ -17,6 +17,7 @@ from coterie.service.canary import (
     CanaryTest,
     _Block,
 )
+from coterie.service.slo.evidence import whole
 
 SPEC = CanarySpec("adapter", "sql", "new", "old", 0.05, "sql@2")
 shares = st.floats(0.02, 0.98)
@@ -28,7 +29,7 @@ def decided(
     test = CanaryTest(SPEC, 0.0, max_judged=most)
     while test.outcome == RUNNING:
         is_new = rng.random() < share
-        test.judged(is_new, rng.random() < (new if is_new else old), 1.0)
+        test.judged(is_new, whole(rng.random() < (new if is_new else old)), 1.0)
     return test
 
 
@@ -92,21 +93,21 @@ def test_errors_are_below_alpha(new: float, old: float, wrong: str) -> None:
 def test_an_undecided_test_ends_with_a_rollback() -> None:
     test = CanaryTest(SPEC, 0.0, max_judged=30)
     # nobody to compare with: no evidence either way
-    ended = [test.judged(True, step % 2 == 0, float(step)) for step in range(30)]
+    ended = [test.judged(True, whole(step % 2 == 0), float(step)) for step in range(30)]
     assert ended == [False] * 29 + [True]
     assert test.outcome == ROLLED_BACK and test.figures()["candidate_judged"] == 30
-    assert not test.judged(True, True, 31.0)
+    assert not test.judged(True, whole(True), 31.0)
 
 
 def test_a_test_goes_on_after_a_restart() -> None:
     rng, test = random.Random(3), CanaryTest(SPEC, 5.0)
     for _ in range(200):
-        test.judged(rng.random() < 0.2, rng.random() < 0.9, 6.0)
+        test.judged(rng.random() < 0.2, whole(rng.random() < 0.9), 6.0)
     copy = CanaryTest.restored(test.saved())
     assert copy.figures() == test.figures()
     for _ in range(50):
-        is_new, valid = rng.random() < 0.2, rng.random() < 0.9
-        assert test.judged(is_new, valid, 7.0) == copy.judged(is_new, valid, 7.0)
+        is_new, answer = rng.random() < 0.2, whole(rng.random() < 0.9)
+        assert test.judged(is_new, answer, 7.0) == copy.judged(is_new, answer, 7.0)
     assert copy.figures() == test.figures()
 
 

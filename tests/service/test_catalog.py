@@ -29,7 +29,7 @@ def install(registry: AdapterRegistry, folder: Path, name: str, seed: int) -> Ad
     if not source.exists():
         lora_directory(source, seed)
     trust = TrustStore(folder / "trust.json")
-    return registry.install(source, trust=trust, allow_unsigned=True, name=name)
+    return registry.install(source, trust=trust, allow_unsigned=True, name=name, now=True)
 
 
 def choice(card: AdapterCard, weight: float = 1.0) -> AdapterChoice:

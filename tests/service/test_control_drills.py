@@ -6,6 +6,8 @@ import itertools
 import random
 import time
 from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,9 +19,11 @@ from coterie.core.errors import Conflict, InvalidRequest, NotFound, Overloaded, 
 from coterie.core.plan import AdapterChoice, AlternateSpecialist, RoutePlan
 from coterie.core.request import Sampling
 from coterie.service.breaker.control import EnsembleControl
+from coterie.service.breaker.spike import DemandShares
 from coterie.service.breaker.steering import SteeredPlan, SteerRequest
 from coterie.service.breaker.watch import WatchedSpecialist
 from coterie.service.canary import CanarySpec
+from coterie.service.slo.evidence import whole
 
 COUNT = itertools.count()
 FLOOR = SloSettings(correctness=0.9)
@@ -54,14 +58,16 @@ class Drill:
 
     def steer(self, specialist: str, priority: int = 5, **values: Any) -> SteeredPlan:
         named = {
-            key: values.pop(key) for key in ("is_named", "is_pinned", "allowed") if key in values
+            key: values.pop(key)
+            for key in ("is_named", "is_pinned", "allowed", "tenant", "share")
+            if key in values
         }
         plan = self.plan(specialist, **values)
         return self.control.steer(plan, SteerRequest(plan.request_id, priority, **named))
 
     def judge(self, specialist: str, intent: str = "", adapters: Any = ()) -> None:
         valid = self.rng.random() < self.rates[specialist]
-        self.control.judged(specialist, adapters, intent, valid)
+        self.control.judged(specialist, adapters, intent, whole(valid))
 
     def traffic(
         self, specialist: str, seconds: float, gap_s: float = 1.0, **values: Any
@@ -239,11 +245,23 @@ def test_a_spike_sheds_in_order_and_returns() -> None:
     under(2.0, 10)
     step2 = drill.steer("sql", **unsure)
     assert step2.specialist == "spare" and "too much to do" in step2.reasons[0]
-    assert drill.steer("sql", intent="query", alternates=also).specialist == "sql"
+    # of those that the router is sure of, what exceeds the capacity
+    sure = [drill.steer("sql", intent="query", alternates=also) for _ in range(200)]
+    moved = [item for item in sure if item.specialist == "spare"]
+    assert 70 < len(moved) < 130
+    assert moved[0].reasons[0].endswith("too much to do: 50% of its requests go to an alternate")
     under(2.0, 10)
-    with pytest.raises(Overloaded):
-        drill.steer("sql", 3, intent="query")
-    assert drill.steer("sql", 5, intent="query").specialist == "sql"
+    refused: Counter[int] = Counter()
+    for priority in [3, 5] * 100:
+        try:
+            assert drill.steer("sql", priority, intent="query", tenant="t").specialist == "sql"
+        except Overloaded as error:
+            refused[priority] += 1
+            assert "of priority" in error.message and error.param == "priority"
+    # a full queue: nine of ten, the low ones first
+    assert refused[3] > 95 > refused[5] > 60
+    # a job was accepted before
+    assert drill.steer("sql", 3, intent="query").specialist == "sql"
     kinds = [change.details["step"] for change in drill.control.changes.take()]
     assert kinds == ["fewer_shadows", "spill", "priority_floor"]
     under(0.1, 6)
@@ -423,6 +441,8 @@ def test_a_canary_of_an_adapter_decides_by_itself(rate: float, kind: str) -> Non
         stack = steered.adapters or (OLD,)
         taken += stack == (NEW,)
         assert (steered.canary == "sql@2") == (stack == (NEW,))
+        told = steered.reasons == ("sql@2 is a canary, in place of sql@1",)
+        assert told == (stack == (NEW,))
         drill.rates["base"] = rate if stack == (NEW,) else 0.95
         drill.judge("base", adapters=stack)
         if not drill.control.canaries.figures():
@@ -502,7 +522,7 @@ def test_a_decision_names_a_specialist_that_may_answer(
     for action, name, amount in steps:
         drill.now += amount * 10
         if action == "judge":
-            control.judged(name, (), "query", amount > 1)
+            control.judged(name, (), "query", whole(amount > 1))
         elif action == "load":
             control.loaded(name, amount, is_full=amount > 1.8)
         elif action == "fail":
@@ -549,3 +569,145 @@ def test_a_decision_takes_microseconds_and_does_not_depend_on_history() -> None:
         return (time.perf_counter() - began) / 300
 
     assert min(cost_s() for _ in range(5)) < 200e-6
+
+
+@dataclass
+class Crowd:
+    """Requests of one priority and tenant: so many a second, and what became of them."""
+
+    rate: float
+    priority: int
+    tenant: str
+    share: float = 1.0
+    asked: int = 0
+    accepted: int = 0
+    moved: int = 0
+
+    @property
+    def accepted_rate(self) -> float:
+        return self.accepted / self.asked
+
+
+class BusyLanes:
+    """Two specialists that end so many requests a second, with a queue each. Virtual time."""
+
+    ROOM = 60
+    TICK_S = 0.25
+
+    def __init__(self, drill: Drill, capacity: float) -> None:
+        self.drill, self.capacity = drill, capacity
+        self.queued = {"busy": 0.0, "spare": 0.0}
+        self.ended = {"busy": 0.0, "spare": 0.0}
+        self.owed: Counter[int] = Counter()
+
+    def run(self, crowds: list[Crowd], seconds: float, *, has_alternate: bool) -> None:
+        for crowd in crowds:
+            crowd.asked = crowd.accepted = crowd.moved = 0
+        for _ in range(int(seconds / self.TICK_S)):
+            self.drill.now += self.TICK_S
+            for name in self.queued:
+                done = min(self.queued[name], self.capacity * self.TICK_S)
+                self.queued[name] -= done
+                self.ended[name] += done
+                load = 2 * self.queued[name] / self.ROOM
+                self.drill.control.loaded(name, load, is_full=self.queued[name] >= self.ROOM)
+            arrivals = [crowd for crowd in crowds for _ in range(self._num_arrivals(crowd))]
+            self.drill.rng.shuffle(arrivals)
+            for crowd in arrivals:
+                self._arrive(crowd, has_alternate)
+
+    def _num_arrivals(self, crowd: Crowd) -> int:
+        rate = crowd.rate * self.TICK_S
+        return int(rate) + (self.drill.rng.random() < rate % 1)
+
+    def _arrive(self, crowd: Crowd, has_alternate: bool) -> None:
+        crowd.asked += 1
+        alternates = (AlternateSpecialist("spare", 0.4, True),) if has_alternate else ()
+        try:
+            steered = self.drill.steer(
+                "busy", crowd.priority, tenant=crowd.tenant, share=crowd.share,
+                alternates=alternates,
+            )  # fmt: skip
+        except Overloaded as refused:
+            assert refused.param == "priority" and refused.retry_after_s
+            return
+        if self.queued[steered.specialist] >= self.ROOM:
+            # a full queue: admission refuses
+            return
+        self.queued[steered.specialist] += 1
+        crowd.accepted += 1
+        crowd.moved += steered.specialist == "spare"
+
+
+def test_three_times_the_load_is_refused_from_the_lowest_priority_upwards() -> None:
+    """Of 30 requests a second 10 can be answered: all urgent ones, and of those at the default
+    priority each tenant's share; nobody below."""
+    drill = Drill(WatchedSpecialist("base"), WatchedSpecialist("busy"), WatchedSpecialist("spare"))
+    lanes = BusyLanes(drill, capacity=10.0)
+    urgent, low = Crowd(4.0, 8, "urgent"), Crowd(9.0, 2, "cheap")
+    small, double = Crowd(1.0, 5, "small"), Crowd(8.0, 5, "double", share=2.0)
+    single = Crowd(8.0, 5, "single")
+    crowds = [urgent, low, small, double, single]
+    # until the third step is taken, and the queue has found its length
+    lanes.run(crowds, 60.0, has_alternate=False)
+    assert drill.control.watches["busy"].spike.level == 3
+    before = lanes.ended["busy"]
+    lanes.run(crowds, 120.0, has_alternate=False)
+    shown = {crowd.tenant: round(crowd.accepted_rate, 3) for crowd in crowds}
+    # no more than what exceeds the capacity: it is used up
+    assert lanes.ended["busy"] - before > 0.99 * 120 * lanes.capacity, shown
+    assert urgent.accepted_rate > 0.99, shown
+    assert low.accepted_rate < 0.05, shown
+    # who asks for less than its share gets it; of the rest a double share is the double
+    assert small.accepted_rate > 0.95, shown
+    assert 1.6 < double.accepted / single.accepted < 2.4, shown
+    assert sum(crowd.accepted for crowd in crowds) == pytest.approx(1200, rel=0.05), shown
+    # the load goes: everybody is accepted again
+    lanes.run([Crowd(2.0, 2, "cheap")], 60.0, has_alternate=False)
+    last = Crowd(2.0, 2, "cheap")
+    lanes.run([last], 20.0, has_alternate=False)
+    assert last.accepted_rate == 1.0 and drill.control.watches["busy"].spike.level == 0
+
+
+def test_three_times_the_load_moves_requests_that_have_an_alternate() -> None:
+    drill = Drill(WatchedSpecialist("base"), WatchedSpecialist("busy"), WatchedSpecialist("spare"))
+    lanes = BusyLanes(drill, capacity=10.0)
+    # the router was sure of each of them
+    crowd = Crowd(30.0, 5, "t")
+    lanes.run([crowd], 120.0, has_alternate=True)
+    lanes.run([crowd], 60.0, has_alternate=True)
+    share = crowd.moved / crowd.asked
+    assert share >= 0.1, share
+    # both are used up, and nothing is moved to one that has more to do
+    assert lanes.ended["spare"] > 0.8 * 150 * lanes.capacity, lanes.ended
+    # who named the specialist stays there
+    for _ in range(50):
+        with suppress(Overloaded):
+            assert drill.steer("busy", 9, is_named=True, tenant="t").specialist == "busy"
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.sampled_from("abcd"), st.integers(1, 30)), max_size=12
+    ),
+    st.floats(0, 1),
+)
+def test_what_is_refused_is_what_exceeds(asked: list[tuple[int, str, int]], surplus: float) -> None:
+    shares = {"a": 1.0, "b": 2.0, "c": 0.5, "d": 1.0}
+    demand = DemandShares()
+    for priority, tenant, count in asked:
+        for _ in range(count):
+            demand.add(priority, tenant, shares[tenant], 0.0)
+    total, accepted = 0, 0.0
+    rates: dict[int, list[float]] = {}
+    for priority, tenant, count in asked:
+        rate = demand.accepted(priority, tenant, surplus)
+        assert 0.0 <= rate <= 1.0
+        total, accepted = total + count, accepted + rate * count
+        rates.setdefault(priority, []).append(rate)
+    assert accepted == pytest.approx((1.0 - surplus) * total, abs=1e-6)
+    # nobody is refused while somebody of a lower priority is accepted
+    for priority, found in rates.items():
+        below = [rate for level, some in rates.items() if level < priority for rate in some]
+        assert min(found) == 1.0 or not any(below)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks.ensemble.null_engine import NullReplica
@@ -26,11 +30,13 @@ from coterie.routing.match.embed import static
 from coterie.routing.protocols import NoAdapters
 from coterie.service import build
 from coterie.service.adapters.catalog import AdapterCatalog
+from coterie.service.breaker.spike import SPILL
 from coterie.service.pipeline import Pipeline
 from coterie.service.receipts import context as contexts
-from coterie.service.receipts.decisions import DecisionRecord, decoded
+from coterie.service.receipts.decisions import AskedRoute, DecisionRecord, decoded, encoded
 from coterie.service.receipts.replay import CHANGED, LOST, SAME, DecisionReplay
 from coterie.service.records.store import RecordStore
+from coterie.service.slo.evidence import whole
 from tests.helpers.serving.routed_pipeline import MODEL, PROMPTS, packed
 from tests.helpers.serving.server_process import own_home
 
@@ -111,7 +117,7 @@ def shaken(pipeline: Pipeline, rng: random.Random, overrides: bool) -> None:
         watch.is_full = rng.random() < 0.1
         watch.is_held = name == "sql-desk" and rng.random() < 0.5
     for _ in range(rng.randrange(5)):
-        control.judged("sql-desk", (), "sql", rng.random() < 0.9)
+        control.judged("sql-desk", (), "sql", whole(rng.random() < 0.9))
     if overrides:
         control.set_thresholds("sql", "tests", spill_below=rng.random())
 
@@ -197,6 +203,37 @@ def replays(path: Path, test: Callable[[Any], None]) -> None:
     asyncio.run(run())
 
 
+def add_foreign(path: Path, record: DecisionRecord) -> None:
+    """Add a decision that a specialist of other settings made alone, and bytes of no decision."""
+    _, known = read(path)
+    [context] = known.values()
+    alone = replace(context.specialists[0], name="alone", intents=(), fixed=())
+    watched = replace(alone.watched, name="alone", fallback="")
+    other = replace(context, digest="foreign", specialists=(replace(alone, watched=watched),))
+    asked = AskedRoute("alone", (), (), None, (), "", 5, False, False, True, False)
+    routed = msgspec.structs.replace(
+        record.routed, specialist="alone", adapters=(), confidence=1.0, intent=asked.intent,
+        alternates=(), reasons=("named by the caller",),
+    )  # fmt: skip
+    made = msgspec.structs.replace(
+        record, request_id="foreign", config="foreign", asked=asked, classified=None,
+        candidates=(), routed=routed, steering=None, steered=None,
+    )  # fmt: skip
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("INSERT INTO contexts (digest, context) VALUES (?, ?)",
+                   ("foreign", contexts.encoded(other)))  # fmt: skip
+        for name, data in (("foreign", encoded(made)), ("unreadable", b"\x93\x01\x02\x03")):
+            db.execute("INSERT INTO receipts (id, tenant, outcome, receipt, decision) "
+                       "VALUES (?, 't', 'stop', '{}', ?)", (name, data))  # fmt: skip
+
+
+def was_crowded(record: DecisionRecord) -> bool:
+    """Whether a share of what its specialist got went to an alternate."""
+    assert record.steering is not None
+    readings = {item.name: item for item in record.steering.readings}
+    return readings[record.routed.specialist].spike_level >= SPILL
+
+
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -266,9 +303,15 @@ def test_other_settings_and_versions_change_some(
         assert chosen and {r.request_id for r in chosen} <= {d.record.request_id for d in different}
         assert all("+" not in d.after for d in different if d.record.asked.by_content)
         # a declared intent, a structure and a name decide as before
-        summary, different = make(version=other.version).run(records)
+        replay = make(version=other.version)
+        summary, different = replay.run(records)
         assert summary.other_answer and summary.outcomes[CHANGED]
-        assert not any(d.record.asked.intent for d in different if d.before != d.after)
+        declared = [d for d in different if d.record.asked.intent]
+        for before, (after, _) in ((d.record.routed, replay.again(d.record)) for d in declared):
+            assert (after.specialist, after.adapters) == (before.specialist, before.adapters)
+            assert (after.intent, after.confidence) == (before.intent, before.confidence)
+        # in a spike an alternate answers some of them: the alternates follow from the version
+        assert all(was_crowded(d.record) for d in declared if d.before != d.after)
         named = [d for d in different if not d.record.asked.by_content]
         assert all(item.outcome == SAME for item in named)
         # what is lost is said
@@ -283,6 +326,23 @@ def test_other_settings_and_versions_change_some(
     assert main(["router", "replay", "--version", other.version[:6], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["other_answer"] > 0
     assert main(["router", "replay", "--version", "nothing"]) == 1
+    # another version is current: names mean what is recorded
+    [now] = [r for r in records if r.asked.model == "sql-desk:haiku"][:1]
+    assert now.routed.adapters
+    newer = str(packed(tmp_path, "haiku", seed=77, version="7.0.0"))
+    assert main(["expert", "install", newer, "--allow-unsigned", "--now"]) == 0
+    assert main(["router", "replay"]) == 0
+    assert main(["expert", "rollback", "haiku"]) == 0
+    # settings of other specialists, and a record that nothing can read
+    add_foreign(log, records[0])
+    capsys.readouterr()
+    assert main(["router", "replay", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["same"], report["lost"]) == (COUNTED + 1, 1), report["different"]
+    assert main(["router", "replay", "--config", str(file), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["lost"] == 2 and report["decisions"] == COUNTED + 2
+    assert any("none of these specialists" in why for why in report["losses"])
     # an expert that is gone
     assert main(["expert", "remove", "haiku"]) == 0
     assert main(["router", "replay"]) == 1

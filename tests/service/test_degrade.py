@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,32 @@ def test_soft_prompts_leave_room_to_answer() -> None:
     assert dropped(AdapterLimits(100, 31), (soft, 0.9), (plain, 0.5)) == ["soft"]
 
 
+def test_the_sizes_that_are_told_do_not_fit() -> None:
+    """One part in fp32 makes the others fp32: told is the stack as it would be composed."""
+
+    def narrow(name: str, nbytes: int, narrow_bytes: int) -> AdapterProfile:
+        return replace(profile(name, nbytes), device_bytes=nbytes, narrow_bytes=narrow_bytes)
+
+    def whys(room: int, *chosen: tuple[AdapterProfile, float]) -> list[str]:
+        known = {item.card.digest: item for item, _ in chosen}
+        left = left_out(plan_of(*chosen), AdapterLimits(room, 100), known.get)
+        return [f"{item.adapter.name}: {item.why}" for item in left]
+
+    lora = narrow("lora", 4_000_000, 2_000_000)
+    other = narrow("other", 3_000_000, 1_500_000)
+    # it has no narrow form
+    ia3 = narrow("ia3", 100_000, 0)
+    assert whys(4_000_000, (lora, 0.9), (other, 0.5)) == []
+    assert whys(4_000_000, (lora, 0.9), (other, 0.5), (ia3, 0.2)) == [
+        "ia3@1.0.0: with it the stack's 7.1 MB do not fit in 4.0 MB (3.5 MB without it)"
+    ]
+    assert whys(4_000_000, (lora, 0.9), (ia3, 0.95)) == [
+        "lora@1.0.0: with it the stack's 4.1 MB do not fit in 4.0 MB (0.1 MB without it)"
+    ]
+    # sizes that are nearly equal have enough decimals, and one that is too large alone says so
+    assert whys(1_999_900, (lora, 0.9)) == ["lora@1.0.0: its 2.0000 MB do not fit in 1.9999 MB"]
+
+
 def test_a_plan_says_what_was_left_out() -> None:
     a, b = profile("a", 40), profile("b", 40)
     plan = plan_of((a, 0.9), (b, 0.5))
@@ -120,7 +147,9 @@ def test_a_server_with_little_room_answers_with_fewer(small_home: Path) -> None:
             assert done.experts == ["haiku"] and done.end.adapters == done.plan.adapters
             assert done.plan.trace is not None
             (said,) = done.plan.trace.degraded
-            assert said.startswith("dropped sql@1.0.0: its 0.1 MB do not fit beside the others")
+            assert said.startswith(
+                "dropped sql@1.0.0: with it the stack's 0.11 MB do not fit in 0.10"
+            )
             # its template, format and values go with it: the plan is that of whoever is left
             assert done.plan.sampling.seed == 1
             large = await answer(pipeline, ask(PROMPTS["dates"]))

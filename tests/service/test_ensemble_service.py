@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -34,6 +33,8 @@ from coterie.routing.match.embed import static
 from coterie.service.adapters.admin import InstallName
 from coterie.service.build import build
 from coterie.service.pipeline import Pipeline
+from coterie.service.slo.evidence import whole
+from tests.helpers.folders import temporary_folder
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.app_with_experts import adapter
 from tests.helpers.serving.server_process import own_home
@@ -83,7 +84,7 @@ def config_file(folder: Path, *, fresh: float = 0.0, shadows: int = 2, check: st
 @pytest.fixture
 def ensemble_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A state folder of its own, with the compiled kernels of the common home."""
-    path = own_home(Path(tempfile.mkdtemp(prefix="coterie-home-")))
+    path = own_home(temporary_folder("coterie-home-"))
     monkeypatch.setenv("COTERIE_HOME", str(path))
     yield path
     shutil.rmtree(path)
@@ -216,9 +217,24 @@ def test_a_bad_specialist_is_replaced_shadowed_and_comes_back(ensemble_home: Pat
     run(second())
 
 
+async def disagreed(
+    pipeline: Pipeline, tenant: str, number: int, checked: ResponseFormat = JSON
+) -> None:
+    """The `number`th request whose primary's answer is said to be bad, by its check `checked`, and
+    whose shadow's is good."""
+    asked = request(valid=True, tenant=tenant)
+    asked = replace(asked, hints=replace(asked.hints, intent="query"))
+    planned = pipeline.plan(asked)
+    planned.run.plan = replace(planned.plan, shadow="spare")
+    planned.run.outcome, planned.run.response_format = False, checked
+    planned.lease.__exit__(None, None, None)
+    pipeline.ensemble.answered(planned.run, planned.vendor)
+    await until(partial(has_count, pipeline, '{model_name="spare",result="disagreed"}', number))
+
+
 def test_disagreements_become_labelled_prompts(ensemble_home: Path) -> None:
-    """The primary's answer is no JSON, its shadow's has no check that fails: only tenants that
-    allow it have their prompts kept."""
+    """One check finds the primary's answer invalid and its shadow's valid, while the primary is
+    healthy: only tenants that allow it have their prompts kept."""
     file = config_file(ensemble_home, fresh=1.0, check="json")
 
     async def test() -> None:
@@ -229,22 +245,28 @@ def test_disagreements_become_labelled_prompts(ensemble_home: Path) -> None:
             assert counts(pipeline, "coterie_shadows_total") == {
                 '{model_name="spare",result="agreed"}': 1.0
             }
-            # now the primaries' answers are said to be bad; only the first tenant's prompt may stay
-            for number, tenant in enumerate(("open", "closed"), 1):
-                asked = request(valid=True, tenant=tenant)
-                asked = replace(asked, hints=replace(asked.hints, intent="query"))
-                planned = pipeline.plan(asked)
-                assert planned.plan.shadow == "spare"
-                planned.run.outcome = False
-                planned.lease.__exit__(None, None, None)
-                pipeline.ensemble.answered(planned.run, planned.vendor)
-                found = '{model_name="spare",result="disagreed"}'
-                await until(partial(has_count, pipeline, found, number))
+            # too little is known of the primary: its faults teach nothing yet
+            await disagreed(pipeline, "open", 1)
+            # a fault of a healthy primary is a label; only the first tenant's prompt may stay
+            for number, tenant in enumerate(("open", "closed"), 2):
+                for _ in range(4):
+                    await answered(pipeline, request(valid=True, model="sql"))
+                await disagreed(pipeline, tenant, number)
+            # the check that found the primary's answer invalid finds its shadow's invalid too
+            for _ in range(4):
+                await answered(pipeline, request(valid=True, model="sql"))
+            await disagreed(pipeline, "open", 4, ResponseFormat("json_schema", '{"type": "null"}'))
+            assert counts(pipeline, "coterie_calibration_labels_total") == {
+                '{model_name="sql",result="unhealthy"}': 1.0,
+                '{model_name="sql",result="written"}': 2.0,
+                '{model_name="sql",result="other_checks"}': 1.0,
+            }
             await pipeline.ensemble.keep_changes()
 
     run(test())
     [path] = ensemble_home.rglob("calibration.jsonl")
-    kept, hashed = (json.loads(line) for line in path.read_text().splitlines())
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kept, hashed = (line for line in lines if "specialist" in line)
     assert kept["specialist"] == "spare" and kept["primary"] == "sql"
     assert kept["prompt"] == "How many users are there?"
     assert "prompt" not in hashed and "users" not in json.dumps(hashed) and hashed["input"]
@@ -266,7 +288,12 @@ def test_a_caller_judges_what_no_check_judged(ensemble_home: Path) -> None:
                 rate = control.watches["sql"].breaker.window.rate(control.now)
                 return rate.valid, rate.judged
 
-            cut, whole = request(valid=False), request(valid=True)
+            def is_cut() -> InferenceRequest:
+                """Under a limit that leaves room: a verdict under a lower one says little."""
+                asked = request(valid=False)
+                return replace(asked, limits=replace(asked.limits, max_tokens=16))
+
+            cut, whole = is_cut(), request(valid=True)
             for asked in (cut, whole):
                 assert (await answered(pipeline, asked))[0] == "sql"
             assert known() == (1, 1)
@@ -281,8 +308,12 @@ def test_a_caller_judges_what_no_check_judged(ensemble_home: Path) -> None:
             assert known() == (1, 2)
             for _ in range(4):
                 await answered(pipeline, request(valid=True, model="spare"))
+            low = request(valid=False)
+            await answered(pipeline, low)
+            await records.feedback(low.id, "open", good=False)
+            assert known() == (1, 2)
             for _ in range(6):
-                asked = request(valid=False)
+                asked = is_cut()
                 await answered(pipeline, asked)
                 await records.feedback(asked.id, "open", good=False)
             assert control.watches["sql"].breaker.state == "shadow_only"
@@ -347,8 +378,11 @@ def test_the_operator(ensemble_home: Path) -> None:
             assert (await answered(pipeline, request(valid=True)))[0] == "spare"
             control.restore("sql", "ann")
             assert (await answered(pipeline, request(valid=True)))[0] == "sql"
-            for _ in range(4):
-                control.watches["sql"].spike.level = 3
+            spike = control.watches["sql"].spike
+            # others, at the default priority, send much more than it can do
+            spike.level, spike.load = 3, 1.5
+            for _ in range(99):
+                spike.demand.add(5, "others", 1.0, control.now)
             low = request(valid=True)
             low = replace(low, limits=replace(low.limits, priority=2))
             with pytest.raises(Overloaded):
@@ -361,8 +395,8 @@ def test_the_operator(ensemble_home: Path) -> None:
 
 @pytest.mark.full
 def test_a_canary_of_an_expert_becomes_current_by_itself(ensemble_home: Path) -> None:
-    """Two versions of one adapter on a real engine; the newer one was installed last, so the older
-    one is current again while the test runs."""
+    """Two versions of one adapter on a real engine: the second one answers nobody before it is
+    promoted, and is a canary because the specialist has checks."""
     file = config_file(ensemble_home)
     folders = [adapter(seed=number) for number in (1, 2)]
 
@@ -372,9 +406,9 @@ def test_a_canary_of_an_expert_becomes_current_by_itself(ensemble_home: Path) ->
             for number, folder in enumerate(folders, 1):
                 name = InstallName("dialect", f"{number}.0.0")
                 await admin.install(folder, name, "sql")
-            assert admin.current()["dialect"].version == "2.0.0"
-            figures = await ensemble.start_canary("dialect", 0.5, "ann")
-            assert figures["label"] == "dialect@2.0.0"
+            assert admin.current()["dialect"].version == "1.0.0"
+            _, figures = await ensemble.promote("dialect", 0.5, "ann")
+            assert figures is not None and figures["label"] == "dialect@2.0.0"
             assert admin.current()["dialect"].version == "1.0.0"
             ran: set[str] = set()
             for _ in range(400):
@@ -385,7 +419,7 @@ def test_a_canary_of_an_expert_becomes_current_by_itself(ensemble_home: Path) ->
                 planned.lease.__exit__(None, None, None)
                 if len(ran) < 2:
                     await answered(pipeline, asked)
-                ensemble.control.judged("sql", planned.plan.adapters, "", True)
+                ensemble.control.judged("sql", planned.plan.adapters, "", whole(True))
                 if not ensemble.control.canaries.figures():
                     break
             assert ran == {"dialect@1.0.0", "dialect@2.0.0"}
@@ -395,7 +429,7 @@ def test_a_canary_of_an_expert_becomes_current_by_itself(ensemble_home: Path) ->
             assert entries[0]["details"]["evidence_not_worse"] >= 20
             # a refusal changes nothing
             with pytest.raises(InvalidRequest):
-                await ensemble.start_canary("dialect@2.0.0", 0.9, "ann")
+                await ensemble.start_canary("dialect@1.0.0", 0.9, "ann")
             with pytest.raises(NotFound):
                 await ensemble.start_canary("dialect@3.0.0", 0.1, "ann")
             assert admin.current()["dialect"].version == "2.0.0"

@@ -244,7 +244,11 @@ def test_a_jobs_figures_run_from_its_acceptance(
             waited_ms = 1000 * (done.started_at - job.submitted_at)
             assert waited_ms > 299 and metrics.queue_ms > 290
             assert metrics.total_latency_ms >= metrics.queue_ms + metrics.inference_latency_ms - 1
-            assert metrics.first_token_ms >= metrics.queue_ms
+            assert metrics.first_token_ms > metrics.queue_ms
+            # it began when its prompt did, not with its first token
+            assert done.started_at < metrics.first_token_at
+            begun_ms = 1000 * (metrics.first_token_at - done.started_at)
+            assert begun_ms == pytest.approx(metrics.first_token_ms - metrics.queue_ms, abs=20)
 
     on_pipeline(test)
 

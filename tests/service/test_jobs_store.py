@@ -11,7 +11,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from coterie.core.plan import AdapterChoice, RoutePlan, TunedFields
 from coterie.core.request import Sampling, Text
 from coterie.service.jobs.codec import decode_plan, encode_plan
 from coterie.service.jobs.store import JobEnd, JobOwner, JobStore, NewJob
+from tests.helpers.folders import temporary_folder
 
 TENANTS = ("t", "u")
 
@@ -65,7 +65,7 @@ class Jobs(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="coterie-jobs-"))
+        self.folder = temporary_folder("coterie-jobs-")
         self.runner = asyncio.Runner()
         self.servers = [self.start(), self.start()]
         self.owner: dict[str, Server] = {}

@@ -41,7 +41,7 @@ from coterie.service.build import build
 from coterie.service.pipeline import Pipeline, PlannedRequest
 from coterie.service.submit.load import ReplicaRequest
 from coterie.service.submit.submitter import tokenise
-from coterie.workers.contract import Sink
+from coterie.workers.contract import OnOutage, Sink
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.running_tasks import running_tasks
 from tests.helpers.serving.worker_requests import own_workers
@@ -164,6 +164,8 @@ def test_a_viable_alternate_answers_if_the_first_choice_has_no_room(
         assert isinstance(events[-1], Finished) and len(tokens(events)) == 12
         assert [plan.specialist for plan in plans] == ["other"]
         assert plans[0].intent == "code" and "rerouted: first" in plans[0].reasons[-1]
+        # the caller named the first choice, and nobody named the alternate
+        assert plans[0].reasons.count("named by the caller") == 1
         # not where the router did not call it viable: then it is only offered
         with pytest.raises(Overloaded) as caught:
             await collect_run(pipeline, planned(viable=False))
@@ -366,7 +368,7 @@ def test_a_full_queue_is_overloaded_with_a_retry_hint() -> None:
 
 
 def test_one_full_and_one_dead_replica_are_overloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuse(assignment: Assignment, sink: Sink) -> Rejected:
+    async def refuse(assignment: Assignment, sink: Sink, on_outage: OnOutage) -> Rejected:
         return Rejected("overloaded", "full", 3.0)
 
     async def test() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import time
@@ -99,6 +100,34 @@ def test_every_figure_is_true(on_road: Road) -> None:
         assert await logged(pipeline, request.id) == found
         alone = (await answer(pipeline, ask())).end.metrics
         assert alone is not None and alone.num_experts == 0 and alone.expert_load_latency_ms == 0
+
+    on_road(test)
+
+
+def test_the_figures_of_an_abandoned_request_are_true(on_road: Road) -> None:
+    async def test(pipeline: Pipeline) -> None:
+        request = ask("word " * 150, limits={"max_tokens": 300})
+        events = pipeline.handle(request)
+        tokens = 0
+        async for event in events:
+            tokens += len(event.token_ids) if isinstance(event, Delta) else 0
+            if tokens >= 20:
+                break
+        await events.aclose()
+        found = await logged(pipeline, request.id)
+        assert (found.finish_reason, found.error, found.success) == ("abort", "abort", False)
+        prompt_ids = await pipeline.tokenise("tiny", request.prompt)
+        assert found.input_tokens == len(prompt_ids) and found.output_tokens >= tokens
+        # it waited, then its prompt was computed, then tokens came
+        assert 0 < found.queue_ms < found.first_token_ms < found.total_latency_ms
+        rate = found.output_tokens / found.inference_latency_ms * 1e3
+        assert found.tokens_per_second == pytest.approx(rate, rel=0.01)
+        timings = json.loads(await pipeline.records.receipt(request.id, "t"))["timings"]
+        prefill_ms, decode_ms = timings["prefill_ms"], timings["decode_ms"]
+        assert prefill_ms == pytest.approx(found.first_token_ms - found.queue_ms, abs=0.01)
+        assert prefill_ms > 0 and decode_ms > 0
+        parts = timings["queue_ms"] + prefill_ms + decode_ms
+        assert parts == pytest.approx(timings["total_ms"], abs=1)
 
     on_road(test)
 

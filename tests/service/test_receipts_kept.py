@@ -215,7 +215,7 @@ def test_the_slowest_part_is_named() -> None:
     waited = ReceiptTimings(queue_ms=80, adapters_ms=50, prefill_ms=20, decode_ms=10, total_ms=112)
     assert slowest(waited) == "loading adapters: 50.0 of 112.0 ms"
     crashed = ReceiptTimings(queue_ms=8, decode_ms=90, total_ms=100, outage_ms=60)
-    assert slowest(crashed) == "waiting for a worker that was started again: 60.0 of 100.0 ms"
+    assert slowest(crashed) == "waiting for a worker after a crash: 60.0 of 100.0 ms"
     held_up = ReceiptTimings(queue_ms=8, decode_ms=30, deliver_ms=62, total_ms=100)
     assert slowest(held_up) == "delivering the answer: 62.0 of 100.0 ms"
     twice = ReceiptTimings(queue_ms=8, decode_ms=90, total_ms=100, preemptions=2)

@@ -16,6 +16,11 @@ from coterie.api.app import create_app
 from coterie.api.auth import tenant_of
 from coterie.core.config import load
 from coterie.core.errors import ConfigError, Unauthenticated
+from coterie.routing.classify.features import prompt_input
+from coterie.routing.classify.traffic import LabelledPrompt, input_hash
+from coterie.routing.classify.train import train
+from coterie.routing.classify.versions import RouterVersions
+from coterie.routing.match.embed import static
 from coterie.service.build import build
 from tests.helpers.serving.app_with_experts import ADMIN, MODEL, Packer
 from tests.helpers.serving.routed_pipeline import ask
@@ -161,6 +166,11 @@ def test_a_fixed_expert_keeps_its_digest(app: ReloadApp) -> None:
     first = app.chat().headers["x-coterie-adapter"]
     reply = app.send("POST", "/v1/experts", app.package("moving", "2.0.0", seed=6))
     assert reply.status_code == 201
+    # staged
+    app.reload()
+    assert app.chat().headers["x-coterie-adapter"] == first
+    reply = app.send("PATCH", "/v1/experts/moving", {"version": "2.0.0"})
+    assert reply.status_code == 200
     assert app.chat().headers["x-coterie-adapter"] == first
     app.reload()
     second = app.chat().headers["x-coterie-adapter"]
@@ -198,6 +208,44 @@ def test_a_wrong_file_changes_nothing(
     assert refused.status_code == 400 and words in refused.json()["error"]["message"]
     assert app.send("GET", "/v1/config").json() == before
     assert "x-coterie-adapter" not in app.chat().headers
+
+
+def test_a_reload_tells_what_changed_beside_the_settings(app: ReloadApp) -> None:
+    assert app.reload().json()["changed"] == []
+    routers = RouterVersions(app.folder / "home" / "state" / "router")
+    rows = []
+    for number in range(24):
+        for text, label in (("Count the orders of customer", "sql"), ("Tell me about", "reject")):
+            given = prompt_input(f"{text} {number}", "", static())
+            rows.append(LabelledPrompt(given, label, input_hash(given)))
+    version = routers.add(train(rows)).version
+    routers._use([version], "tests", {})
+    assert app.reload().json()["changed"] == [f"trained router none -> {version}"]
+    routers._use([], "tests", {})
+    app.write_keys(f"{ACME} tenant=acme\n{PLAIN} priority=9\n")
+    assert app.reload().json()["changed"] == [f"trained router {version} -> none", "keys"]
+    # a fixed expert with another current version
+    for version, seed in (("1.0.0", 7), ("2.0.0", 8)):
+        app.send("POST", "/v1/experts", app.package("mover", version, seed=seed))
+    app.write(fixed=("mover",))
+    app.reload()
+    app.send("POST", "/v1/experts/mover@2.0.0/promote")
+    app.send("PATCH", "/v1/experts/mover", {"version": "1.0.0"})
+    assert app.reload().json()["changed"] == ["specialists.sql.adapters"]
+
+
+def test_a_structure_needs_no_declared_intent(app: ReloadApp) -> None:
+    text = app.file.read_text().replace("[[tenants]]", 'intents = ["stack-trace"]\n[[tenants]]', 1)
+    app.file.write_text(text)
+    assert app.reload().status_code == 200
+    trace = 'Traceback (most recent call last)\n  File "a.py", line 3, in main\nValueError: x'
+    messages = [{"role": "user", "content": trace}]
+    reply = app.chat("auto", messages=messages)
+    assert reply.headers["x-coterie-specialist"] == "sql"
+    assert "stack-trace" in reply.headers["x-coterie-reasons"]
+    app.file.write_text(text.replace("stack-trace", "stack-trade"))
+    refused = app.reload()
+    assert refused.status_code == 400 and "did you mean 'stack-trace'?" in refused.text
 
 
 def test_what_needs_a_restart_is_refused_by_name(app: ReloadApp) -> None:

@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -34,6 +33,7 @@ from coterie.core.request import (
 )
 from coterie.service.build import build
 from coterie.service.pipeline import Pipeline
+from tests.helpers.folders import temporary_folder
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.http_peer import DONE, HEAD, Peer, chunk, saying, status
 from tests.helpers.serving.http_peer import serving as peer_of
@@ -77,7 +77,7 @@ checks = ["json"]
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    path = own_home(Path(tempfile.mkdtemp(prefix="coterie-home-")))
+    path = own_home(temporary_folder("coterie-home-"))
     monkeypatch.setenv("COTERIE_HOME", str(path))
     yield path
     shutil.rmtree(path)

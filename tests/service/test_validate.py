@@ -15,8 +15,12 @@ from hypothesis import strategies as st
 
 from coterie.core.events import ValidationResult
 from coterie.core.request import ResponseFormat
+from coterie.service.validate import child as judge
 from coterie.service.validate.base import MAX_CHARACTERS, MAX_ERROR, AnswerContext, blocks
+from coterie.service.validate.code import GRAMMARS
+from coterie.service.validate.health import GOOD_CODE, good_answer
 from coterie.service.validate.json_text import JsonValidator
+from coterie.service.validate.table import VALIDATORS
 from coterie.service.validate.validators import AnswerValidators
 
 Check = Callable[[str, AnswerContext], ValidationResult | None]
@@ -39,6 +43,8 @@ def schema(value: Any) -> AnswerContext:
 
 FENCED = "Here it is:\n```{}\n{}\n```\nDone."
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+
+CPP = "Here:\n```c++\nint main() { return 0; }\n```"
 
 CASES = [
     # (text, context, validator, whether it is valid, part of the error)
@@ -85,6 +91,24 @@ CASES = [
     (FENCED.format("sql", "SELECT a FROM t WHERE b = 1;"), CODE, "sql", True, ""),
     ("SELEC a FROM", AnswerContext(None, "code_generation", "sql"), "sql", False, "sql"),
     ("```rust\nfn a() {}\n```\n```python\nx = (\n```", CODE, "rust", False, "never closed"),
+    # a block without a language beside one with it shows what the program prints
+    (f"{CPP}\nIt prints:\n```\nhello, world: 3\n```\n", CODE, "cpp", True, ""),
+    (f"{CPP}\nIt prints:\n```\nhello: 3\n```\n", AnswerContext(checks=("cpp",)), "cpp", True, ""),
+    ("```\n$ ./a.out 3\n```\n```py\nprint(3)\n```", PYTHON, "python", True, ""),
+    (
+        '```json\n{"a": 1}\n```\nfrom\n```\na = 1\n```',
+        AnswerContext(task_type="json_parsing"),
+        "json",
+        True,
+        "",
+    ),
+    # but not if no block names the language
+    ("```\nint main( {\n```", AnswerContext(checks=("cpp",)), "cpp", False, "line 1"),
+    # comments are no program
+    ("-----------", AnswerContext(checks=("sql",)), "sql", False, "only comments"),
+    ("-- the users\n/* all */", AnswerContext(checks=("sql",)), "sql", False, "only comments"),
+    ("-- the users\nSELECT name FROM users;", AnswerContext(checks=("sql",)), "sql", True, ""),
+    ("# nothing here", PYTHON, "python", False, "only comments"),
     ("some cobol", AnswerContext(None, "code_generation", "cobol"), "generic", True, ""),
     ("hello", AnswerContext(task_type="conversation"), "generic", True, ""),
     (" \n", AnswerContext(task_type="conversation"), "generic", False, "empty"),
@@ -187,6 +211,43 @@ def test_a_pattern_that_never_ends_is_cut_off_beside_the_event_loop() -> None:
 
     gaps = sorted(asyncio.run(main()))
     assert gaps[len(gaps) // 2] < 0.1, "the event loop was held up"
+
+
+def test_a_built_in_check_that_is_broken_says_nothing() -> None:
+    """It hangs on a good answer too, or its parser is not installed: nothing is known then."""
+
+    async def main() -> None:
+        validators = AnswerValidators()
+        evil = json.dumps("a" * 60 + "!")
+        await validators.validate('"a"', EVIL)
+        # no answer at all comes in this time
+        validators._processes._check_s = 1e-9
+        assert await validators.validate(evil, EVIL) is None
+        assert validators.health.broken == {"json_schema": 1}
+        validators._processes._check_s = 5.0
+        assert await validators.validate('"a"', EVIL) is None
+        assert validators.health.broken == {"json_schema": 2}
+        validators.health._again_at.clear()
+        found = await validators.validate('"a"', EVIL)
+        assert found is not None and found.valid
+        await validators.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("validator", sorted(VALIDATORS))
+def test_every_built_in_check_accepts_its_good_answer(validator: str) -> None:
+    for argument in GOOD_CODE if validator == "code" else [""]:
+        own, text = good_answer(validator, argument)
+        assert VALIDATORS[validator](own).check(text).valid, (validator, argument)
+    assert set(GRAMMARS) | {"", "python"} == set(GOOD_CODE)
+
+
+def test_a_missing_parser_is_no_fault_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GRAMMARS, "sql", ("tree_sitter_of_nobody", "language"))
+    found = judge._result(judge.ValidationTask("code", "sql", "SELECT a FROM t;"))
+    assert isinstance(found, ValidationResult) and found.validator == ""
+    assert "pip install" in str(found.error)
 
 
 def test_a_judge_that_dies_is_replaced(check: Check) -> None:

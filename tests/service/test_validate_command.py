@@ -4,6 +4,7 @@ started; good ones judge."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -11,11 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from coterie.cli.main import main
 from coterie.core.errors import ConfigError
 from coterie.core.events import ValidationResult
 from coterie.core.settings import ValidatorSettings
@@ -286,7 +289,7 @@ def test_the_walls_stand_without_privileges_and_without_namespaces(system: str) 
 
 
 def judged(
-    text: str, context: AnswerContext, *commands: tuple[str, Sequence[str]], **options: float
+    text: str, context: AnswerContext, *commands: tuple[str, Sequence[str]], **options: float | str
 ) -> ValidationResult | None:
     listed = [
         ValidatorSettings(
@@ -332,8 +335,12 @@ def test_commands_judge_the_experts_and_tasks_they_are_for() -> None:
 def test_a_command_that_is_killed_says_so_and_one_that_cannot_start_says_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    found = judged("x", SQL, ("slow", ["/bin/sh", "-c", "sleep 77"]), timeout_s=0.2)
-    assert found is not None and found.error == "the validator took longer than 0.2 s"
+    # it hangs on this answer and not on a good one
+    code = 'read line; test "$line" = yes || sleep 77'
+    slow = ("slow", ["/bin/sh", "-c", code])
+    found = judged("x", SQL, slow, timeout_s=2.0, known_good="yes")
+    assert found is not None and not found.valid
+    assert found.error == "the validator took longer than 2.0 s"
     with tempfile.TemporaryDirectory() as folder:
         broken = Path(folder) / "broken"
         broken.write_text("#!/nowhere/at/all\n")
@@ -341,6 +348,68 @@ def test_a_command_that_is_killed_says_so_and_one_that_cannot_start_says_nothing
         Path(folder).chmod(0o755)
         assert judged("x", SQL, ("broken", [str(broken)])) is None
     assert "validator_failed" in caplog.messages
+
+
+def test_a_check_that_is_broken_says_nothing_and_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It hangs on everything, or on a good answer too: answers do not count against anybody."""
+    code = 'read line; test "$line" = yes && exit 0; sleep 77'
+
+    async def main() -> None:
+        sleeps = ValidatorSettings("sleeps", ("/bin/sleep", "77"), ("sql",), timeout_s=0.2)
+        once = ValidatorSettings("once", ("/bin/sh", "-c", code), ("once",), timeout_s=2.0)
+        good = replace(sleeps, name="good", experts=("good",), known_good="yes")
+        validators = AnswerValidators([sleeps, once, good])
+        health = validators.health
+        try:
+            began = time.monotonic()
+            # the first finds it; it is not asked about the others
+            for _ in range(20):
+                assert await validators.validate("SELECT 1", SQL) is None
+            assert health.broken == {"sleeps": 20}
+            assert time.monotonic() - began < 20 * 0.2 + 10
+            assert await validators.validate("yes", AnswerContext(experts=("good",))) is None
+            assert health.broken["good"] == 1
+            # without a known good answer the last one that it accepted shows whether it works
+            asked = AnswerContext(experts=("once",))
+            assert await validators.validate("no", asked) is None
+            health._again_at.clear()
+            found = await validators.validate("yes", asked)
+            assert found is not None and found.valid
+            found = await validators.validate("no", asked)
+            assert found is not None and not found.valid and "took longer" in str(found.error)
+            assert health.broken["once"] == 1
+        finally:
+            await validators.close()
+
+    asyncio.run(main())
+    assert caplog.messages.count("validator_broken") == 3
+
+
+def test_doctor_names_broken_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COTERIE_HOME", str(tmp_path / "home"))
+    listed = {
+        "hangs": '["/bin/sleep", "77"]\ntimeout_s = 0.2',
+        "refuses": '["/bin/sh", "-c", "cat; exit 3"]\nknown_good = "yes"',
+        # an empty answer may be refused
+        "works": '["/bin/sh", "-c", "read line"]',
+        "accepts": f'["/bin/sh", "-c", \'{GOOD[1][2]}\']\nknown_good = "yes"',
+    }
+    text = "".join(
+        f'[[validators]]\nname = "{name}"\nexperts = ["sql"]\ncommand = {command}\n'
+        for name, command in listed.items()
+    )
+    (tmp_path / "c.toml").write_text(text)
+    main(["doctor", "--json", "--config", str(tmp_path / "c.toml")])
+    report = json.loads(capsys.readouterr().out)
+    found = [item["what"] for item in report["missing"] if "validators." in item["what"]]
+    assert found == [
+        "validators.hangs: broken: on an empty answer: the validator took longer than 0.2 s",
+        "validators.refuses: broken: on its known_good: yes",
+    ]
 
 
 def test_a_command_that_does_not_exist_is_refused_at_the_start() -> None:

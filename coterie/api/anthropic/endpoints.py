@@ -64,7 +64,7 @@ class AnthropicDialect:
         caller = caller_of(request)
         hints = hints_of(body, caller)
         specialist = self.service.resolve(hints, chat, caller.tenant)
-        ids = await self.service.tokenise(specialist, chat)
+        ids = await self.service.tokenise(specialist, chat, hints)
         return Response(encode({"input_tokens": len(ids)}), media_type=JSON)
 
 

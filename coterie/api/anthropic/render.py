@@ -95,7 +95,7 @@ def whole_input(arguments: str) -> dict[str, Any]:
     """The arguments as an object; empty if the call was cut short and its JSON cannot be read."""
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

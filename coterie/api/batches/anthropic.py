@@ -179,6 +179,8 @@ def _read_request(raw: msgspec.Raw, where: str) -> _Request:
     except msgspec.MsgspecError as error:
         # the text names a type and a place, never a value
         raise InvalidRequest(f"{where}: {error}", param=where) from None
+    except RecursionError:
+        raise InvalidRequest(f"{where}: is nested too deeply", param=where) from None
 
 
 def _read_body(source: mmap.mmap) -> list[msgspec.Raw]:

@@ -42,7 +42,7 @@ from coterie.api.openai.types import TokenizeBody, TokenizerQuery
 from coterie.api.response_format import format_named
 from coterie.api.transport.sse import EventStream
 from coterie.core.errors import UnsupportedFeature
-from coterie.core.request import AUTO, Prompt, RouteHints, Sampling, Text
+from coterie.core.request import AUTO, Chat, Prompt, RouteHints, Sampling, Text
 from coterie.models.text.tokenizer import Tokenizer, is_long
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ class LlamaDialect:
         card = self.service.model(name or specialist, tenant)
         served = self.service.fleet.find(specialist)
         facts: dict[str, Any] = {} if served.tokenizer is None else served.tokenizer.facts()
-        params = _settings(Sampling(), None, False, card.max_model_len)
+        values: dict[str, Any] = {field: item.value for field, item in card.sampling.items()}
+        params = _settings(Sampling(**values), None, False, card.max_model_len)
         payload = {
             "default_generation_settings": {"n_ctx": card.max_model_len, "params": params},
             "total_slots": served.max_sequences,
@@ -106,13 +107,16 @@ class LlamaDialect:
         """The prompt that a model's template makes of a chat."""
         body = await parse(request, ApplyTemplateBody, self.max_body_bytes)
         hints, tenant = RouteHints(body.model), exchange_of(request.scope).tenant
-        tokenizer = self.service.tokenizer(self.service.resolve(hints, tenant=tenant))
+        specialist = self.service.resolve(hints, tenant=tenant)
+        tokenizer = self.service.tokenizer(specialist)
         told = TokenizeBody.model_validate(body.model_dump(exclude_unset=True, exclude={"tools"}))
         chat = replace(chat_prompt(told), tools=tool_fields(body.tools or ()))
-        if is_long(chat):
-            text = await asyncio.to_thread(tokenizer.render, chat)
+        prompt = self.service.readable(specialist, chat, hints)
+        assert isinstance(prompt, Chat)
+        if is_long(prompt):
+            text = await asyncio.to_thread(tokenizer.render, prompt)
         else:
-            text = tokenizer.render(chat)
+            text = tokenizer.render(prompt)
         return Response(encode({"prompt": text}), media_type=JSON)
 
     def _parsed(self, body: LlamaFields, request: Request) -> ParsedRequest:

@@ -276,7 +276,7 @@ def _request(body: InferBody, caller: CallerInfo) -> InferenceRequest:
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return InferenceRequest(
         id=str(uuid.uuid4()),
-        prompt=Chat((Message("user", full_text(body)),)),
+        prompt=Chat((Message("user", full_text(body)),), may_be_text=True),
         sampling=Sampling(
             temperature=body.temperature,
             top_p=body.top_p,

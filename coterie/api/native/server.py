@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from coterie import __version__
 from coterie.api.anthropic.endpoints import model_fields
+from coterie.api.auth import ADMIN_TENANT, AccessKeys, Headers, OriginCheck
 from coterie.api.body import QueryParameters, parse, query_of
 from coterie.api.dialect import ModelCard
 from coterie.api.door import exchange_of
@@ -20,7 +21,7 @@ from coterie.api.errors import ANTHROPIC, encode
 from coterie.api.openai.parse import chat_prompt, tool_fields
 from coterie.api.openai.render import model_card
 from coterie.api.openai.types import DetokenizeBody, TokenizeBody, TokenizerQuery
-from coterie.core.errors import InvalidRequest, UnsupportedFeature
+from coterie.core.errors import CoterieError, InvalidRequest, UnsupportedFeature
 from coterie.core.request import RouteHints, Text
 
 if TYPE_CHECKING:
@@ -40,8 +41,11 @@ def answer(payload: Any, status: int = 200) -> Response:
 
 
 class NativeEndpoints:
-    def __init__(self, pipeline: Pipeline, max_body_bytes: int) -> None:
+    def __init__(
+        self, pipeline: Pipeline, max_body_bytes: int, keys: AccessKeys, origins: OriginCheck
+    ) -> None:
         self.pipeline = pipeline
+        self.keys, self.origins = keys, origins
         self.max_body_bytes = max_body_bytes
 
     async def root(self, request: Request) -> Response:
@@ -87,7 +91,7 @@ class NativeEndpoints:
     def _openai_card(self, card: ModelCard) -> Any:
         name = self.pipeline.encoder_name(card.name)
         kind = "encoder" if name in self.pipeline.encoders.served else "text"
-        return model_card(card.name, card.created, card.root, card.parent, card.max_model_len, kind)
+        return model_card(card, kind)
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a chat."""
@@ -138,7 +142,7 @@ class NativeEndpoints:
             return await self.pipeline.tokenise(specialist, Text(body.content, body.add_special))
         if body.messages is not None:
             prompt = replace(chat_prompt(body), tools=tool_fields(body.tools or ()))
-            return await self.pipeline.tokenise(specialist, prompt)
+            return await self.pipeline.tokenise(specialist, prompt, RouteHints(body.model))
         special = body.add_special_tokens is not False
         return await self.pipeline.tokenise(specialist, Text(body.prompt or "", special))
 
@@ -149,12 +153,21 @@ class NativeEndpoints:
         return self.pipeline.tokenizer(specialist), self.pipeline.model(specialist)
 
     async def health(self, request: Request) -> Response:
-        """Health with details per specialist: 200 when every request can be served, else 503."""
-        health = self.pipeline.health()
-        status = 200 if health.ready else 503
-        return answer(
-            {"live": health.live, "ready": health.ready, "specialists": health.specialists}, status
-        )
+        """Health with details per specialist: 200 when every request can be served, else 503. The
+        details need a key, if keys are needed, and the server's own Host and Origin."""
+        tenant = self._reader(request.scope["headers"])
+        health = self.pipeline.health(None if tenant == ADMIN_TENANT else tenant)
+        facts: dict[str, Any] = {"live": health.live, "ready": health.ready}
+        if tenant is not None:
+            facts["specialists"] = health.specialists
+        return answer(facts, 200 if health.ready else 503)
+
+    def _reader(self, headers: Headers) -> str | None:
+        try:
+            self.origins.check(headers)
+        except CoterieError:
+            return None
+        return self.keys.reader(headers)
 
     async def live(self, request: Request) -> Response:
         """Whether the process should be left running."""

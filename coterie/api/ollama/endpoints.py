@@ -195,6 +195,9 @@ class OllamaDialect:
         """The new turn after the tokens of the ones before."""
         request, prompt = parsed.request, parsed.request.prompt
         specialist = self.service.resolve(request.hints, prompt, request.tenant)
+        if isinstance(prompt, Chat):
+            # a system prompt is at the start of the tokens before
+            prompt = replace(prompt, adds_system=False)
         ids = await self.service.tokenise(specialist, prompt)
         return self._with_tokens(parsed, specialist, (*context, *ids))
 

@@ -120,12 +120,16 @@ def show_fields(pipeline: Pipeline, name: str, tenant: str) -> dict[str, Any]:
         "general.basename": card.name,
         f"{model.family}.context_length": context,
     }
+    parameters: dict[str, float] = {"num_ctx": context}
+    for field, item in card.sampling.items():
+        parameters["repeat_penalty" if field == "repetition_penalty" else field] = item.value
     encoder = pipeline.encoders.served.get(pipeline.encoder_name(name) or "")
     if encoder is not None:
         facts[f"{model.family}.embedding_length"] = encoder.dim
     return {
-        "modelfile": f"# A model of Coterie\nFROM {card.name}\nPARAMETER num_ctx {context}\n",
-        "parameters": f"{'num_ctx':<30} {context}",
+        "modelfile": f"# A model of Coterie\nFROM {card.name}\n"
+        + "".join(f"PARAMETER {key} {value}\n" for key, value in parameters.items()),
+        "parameters": "\n".join(f"{key:<30} {value}" for key, value in parameters.items()),
         "template": model.template,
         "details": _details(card, model),
         "model_info": facts,

@@ -127,7 +127,7 @@ def call_fields(name: str, arguments: str, index: int) -> dict[str, Any] | None:
     """None if the arguments are no JSON object: the answer was cut inside of them."""
     try:
         value = msgspec.json.decode(arguments or "{}")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     if not isinstance(value, dict):
         return None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from coterie.api import errors
+from coterie.api.dialect import ModelCard
 from coterie.api.errors import encode
 from coterie.core.errors import CoterieError
 from coterie.core.events import Delta, Event, Finished, Started, TokenLogprob, Usage, metadata
@@ -161,16 +162,16 @@ class RunningUsage:
         return usage_fields(Usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens))
 
 
-def model_card(
-    name: str, created: int, root: str, parent: str | None, length: int, kind: str
-) -> Any:
+def model_card(card: ModelCard, kind: str) -> Any:
     return {
-        "id": name,
+        "id": card.name,
         "object": "model",
-        "created": created,
+        "created": card.created,
         "owned_by": "coterie",
-        "root": root,
-        "parent": parent,
-        "max_model_len": length,
+        "root": card.root,
+        "parent": card.parent,
+        "max_model_len": card.max_model_len,
         "kind": kind,
+        "sampling": card.sampling,
+        "system_prompt": card.system_prompt or None,
     }

@@ -140,8 +140,9 @@ class ResponsesDialect:
         chat = await aside(
             size, lambda: prompt_of(whole_body, response_tools(whole_body, history), history)
         )
-        specialist = self.service.resolve(RouteHints(body.model), chat, tenant)
-        ids = await self.service.tokenise(specialist, chat)
+        hints = RouteHints(body.model)
+        specialist = self.service.resolve(hints, chat, tenant)
+        ids = await self.service.tokenise(specialist, chat, hints)
         counted = {"object": "response.input_tokens", "input_tokens": len(ids)}
         return Response(encode(counted), media_type=JSON)
 

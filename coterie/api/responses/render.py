@@ -276,7 +276,7 @@ def last_status(item: OutputItem, reason: str) -> str:
 def _is_json(text: str) -> bool:
     try:
         msgspec.json.decode(text)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return False
     return True
 

@@ -173,7 +173,7 @@ def custom_input(arguments: str) -> str:
     there."""
     try:
         value = msgspec.json.decode(arguments)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return arguments
     text = value.get("input") if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments

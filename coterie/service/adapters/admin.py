@@ -53,15 +53,20 @@ class AdapterAdmin:
         return dict(self._catalog.current())
 
     async def install(
-        self, source: Path | bytes, install_name: InstallName | None = None, base: str | None = None
+        self,
+        source: Path | bytes,
+        install_name: InstallName | None = None,
+        base: str | None = None,
+        now: bool = False,
     ) -> AdapterCard:
         """Install a `.expert` file, its bytes, or a PEFT directory on this machine. A PEFT
-        directory does not name its base model: it is installed for the specialist `base`."""
+        directory does not name its base model: it is installed for the specialist `base`. The first
+        version of a name becomes current, a later one only with `now`."""
         if install_name is not None and install_name.name is not None:
             self._refuse_specialists(install_name.name)
         bases = self._fleet.fingerprints(base)
         return await self._catalog.change(
-            lambda registry: self._add(registry, source, bases, install_name or InstallName())
+            lambda registry: self._add(registry, source, bases, install_name or InstallName(), now)
         )
 
     async def load(self, name: str, path: Path, base: str | None, in_place: bool) -> AdapterCard:
@@ -83,7 +88,7 @@ class AdapterAdmin:
                 )
             if before is not None and before.pinned:
                 raise Forbidden(f"'{name}' is pinned to {before.version}. Unpin it first.")
-            card = self._add(registry, path, bases, InstallName(name))
+            card = self._add(registry, path, bases, InstallName(name), now=True)
             if before is not None and before.version != card.version:
                 _drop_older(registry, name, {before.version, card.version})
             return card
@@ -158,6 +163,7 @@ class AdapterAdmin:
         source: Path | bytes,
         bases: BaseFingerprints,
         install_name: InstallName,
+        now: bool,
     ) -> AdapterCard:
         from coterie.packages.trust import TrustStore
 
@@ -170,6 +176,7 @@ class AdapterAdmin:
                 bases=bases.named if is_directory else bases.every,
                 name=install_name.name,
                 version=install_name.version,
+                now=now,
                 check=self._check,
             )
         except WeightsError as error:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from coterie.core.errors import Unavailable
+from coterie.core.private_files import private_folder
 from coterie.obs.log import log
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ class FileFolder:
         partial = self.path(name + PARTIAL)
 
         def work() -> BinaryIO:
-            self._path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            private_folder(self._path)
             # it holds prompts: only this user may read it
             return os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", 0)
 

@@ -288,15 +288,13 @@ class BatchService:
         """Until every request has ended, the time is over, or the batch is cancelled."""
         left = await self._store.ask(lambda db: db.batches.num_pending(batch.id))
         opened = self._open[batch.id] = self.work.add(batch, left)
+        # taken once: a clock that is set later neither ends a batch early nor keeps it
+        left_s = min(batch.expires_at - time.time(), batch.expires_at - batch.created_at)
         try:
-            while not opened.done.is_set() and time.time() < batch.expires_at:
-                # the clock of the machine may be set
-                wait_s = min(max(batch.expires_at - time.time(), 0.01), CLEAN_S)
-                try:
-                    async with asyncio.timeout(wait_s):
-                        await opened.done.wait()
-                except TimeoutError:
-                    continue
+            async with asyncio.timeout(left_s):
+                await opened.done.wait()
+        except TimeoutError:
+            pass
         finally:
             self._open.pop(batch.id, None)
             await self.work.stop(opened)

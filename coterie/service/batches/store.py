@@ -32,7 +32,7 @@ class BatchDatabase:
     def __init__(self, path: Path) -> None:
         self._path = path
         # it holds custom ids and answers
-        self._sql = connect(path, private=True)
+        self._sql = connect(path)
         try:
             with database_errors(path):
                 # a commit returns when its bytes are on disk

@@ -3,7 +3,7 @@ operator, in one object. No I/O, no waiting: a decision takes microseconds.
 
     control = EnsembleControl(specialists, settings, intents)
     steered = control.steer(plan, SteerRequest(...))         # after the router
-    control.judged(specialist, adapters, intent, valid)      # when an answer was judged
+    control.judged(specialist, adapters, intent, answer)     # when a caller's answer has ended
     control.loaded(specialist, load, is_full=False)          # several times a second
     control.changes.take()                                   # for the audit log
 """
@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from coterie.core.ensemble import EnsembleSettings, IntentSettings
-from coterie.core.errors import Conflict, InvalidRequest, NotFound
+from coterie.core.errors import Conflict, InvalidRequest, NotFound, Overloaded
 from coterie.core.plan import AdapterChoice, RoutePlan
 from coterie.core.request import MAX_PRIORITY
 from coterie.service.breaker.correctness import CLOSED, SHADOW_ONLY
@@ -29,6 +29,8 @@ from coterie.service.breaker.watch import (
     steady_clock,
 )
 from coterie.service.canary import CanarySet, CanarySpec
+from coterie.service.shadow.policy import draw
+from coterie.service.slo.evidence import JudgedAnswer
 
 _NO_RULES = IntentRules(IntentThresholds(0.0, 0.0))
 
@@ -82,30 +84,58 @@ class EnsembleControl:
     # requests
 
     def steer(self, plan: RoutePlan, request: SteerRequest) -> SteeredPlan:
-        """Raises Overloaded below a priority floor, and Saturated if nobody may answer."""
+        """Raises Overloaded for what exceeds the capacity in a spike, or is below a priority floor,
+        and Saturated if nobody may answer."""
         now = self._clock()
         watch = self._watches.get(plan.specialist)
         if watch is not None:
             self._look(watch, now)
-        return self._steering.steer(plan, request, self._rules(plan.intent), now)
+        steered = self._steering.steer(plan, request, self._rules(plan.intent), now)
+        answering = self._watches.get(steered.specialist)
+        if answering is not None and request.tenant:
+            self._check_demand(answering, request, now)
+        return steered
+
+    def _check_demand(self, watch: SpecialistWatch, request: SteerRequest, now: float) -> None:
+        spike, priority, tenant = watch.spike, request.priority, request.tenant
+        if spike.level == NORMAL:
+            # what was asked before a spike says nothing about it
+            return
+        spike.demand.add(priority, tenant, request.share, now)
+        accepted = spike.accepted(priority, tenant)
+        if accepted >= 1.0 or draw(request.request_id, "floor") < accepted:
+            return
+        which = f"{accepted:.0%} of your requests of priority {priority} are accepted now"
+        if not accepted:
+            which = f"requests of priority {priority} and below are not accepted now"
+        raise Overloaded(
+            f"{watch.name} has too much to do: {which}",
+            param="priority",
+            retry_after_s=max(spike.spike_s, 1.0),
+        )
 
     def instead(self, plan: RoutePlan, request: SteerRequest) -> SteeredPlan | None:
         """Who answers in place of a specialist that failed before it began; None = nobody."""
         return self._steering.instead(plan, request, self._clock())
 
     def judged(
-        self, specialist: str, adapters: Sequence[AdapterChoice], intent: str, valid: bool
+        self,
+        specialist: str,
+        adapters: Sequence[AdapterChoice],
+        intent: str,
+        answer: JudgedAnswer,
     ) -> None:
-        """An answer that a caller got was judged."""
-        self.judged_alone(specialist, valid)
-        self.canaries.judged(specialist, adapters, intent, valid)
+        """An answer that a caller got has ended. Answers of an expert's new version, which few
+        get, count in its canary alone."""
+        if not self.canaries.judged(specialist, adapters, intent, answer):
+            self.judged_alone(specialist, answer)
 
-    def judged_alone(self, specialist: str, valid: bool) -> None:
+    def judged_alone(self, specialist: str, answer: JudgedAnswer) -> None:
         """An answer counts for its specialist and for no canary: that of a shadow, or one that no
         check judged, but its caller."""
         watch, now = self._watches.get(specialist), self._clock()
         if watch is not None:
-            watch.breaker.add(now, valid)
+            watch.breaker.judge(now, answer)
             self._look(watch, now)
 
     def reachable(self, specialist: str, is_up: bool) -> None:
@@ -310,7 +340,7 @@ class EnsembleControl:
         for name, state in saved.get("specialists", {}).items():
             watch = self._watches.get(name)
             if watch is not None:
-                watch.breaker.restore(state)
+                watch.breaker.restore(state, self._clock())
                 watch.is_held = bool(state.get("held"))
                 watch.is_draining = bool(state.get("draining"))
         self._drained = frozenset()
@@ -354,13 +384,15 @@ class EnsembleControl:
             return
         rate = change.rate
         kind = "breaker_tripped" if change.state == SHADOW_ONLY else "breaker_reset"
-        details = {
+        details: dict[str, Any] = {
             "floor": change.floor,
             "rate": rate.rate,
             "low": rate.low,
             "high": rate.high,
             "judged": rate.judged,
         }
+        if change.why:
+            details["why"] = change.why
         self.changes.add(AUTOMATIC, kind, watch.name, details)
 
     def _check_intent(self, intent: str) -> None:

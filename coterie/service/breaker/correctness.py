@@ -3,9 +3,11 @@
     closed --(breach for breach_s)--> shadow_only --(recovery for recovery_s)--> closed
 
 Breach: the newest judged answers are certainly below the floor (their whole interval is), or the
-interval of the long window is and the rate of the newest too. Recovery: enough answers were judged
-since the trip, and their rate is at the floor or above. Evidence from before a change does not
-count after it, and each trip within the window makes the next recovery take longer: no flapping.
+interval of the long window is and the rate of the newest too. A runaway is a breach of its own: far
+more of the newest answers than before did not end by themselves. Recovery: enough answers were
+judged since the trip, their rate is at the floor or above, and they end. Evidence from before a
+change does not count after it, and each trip within the window makes the next recovery take longer:
+no flapping.
 """
 
 from __future__ import annotations
@@ -18,6 +20,18 @@ from coterie.service.slo.correctness import (
     CorrectnessWindow,
     RecentOutcomes,
     wilson,
+)
+from coterie.service.slo.evidence import (
+    BROKEN,
+    CUT_KINDS,
+    CUT_QUANTILE,
+    INVALID,
+    UNFORMED,
+    VALID,
+    EndedAnswers,
+    JudgedAnswer,
+    JudgedShare,
+    WholeLengths,
 )
 
 CLOSED, SHADOW_ONLY = "closed", "shadow_only"
@@ -50,6 +64,8 @@ class BreakerChange:
     state: str
     rate: CorrectnessRate
     floor: float
+    # of a trip: correctness or runaway
+    why: str = ""
 
 
 class CorrectnessBreaker:
@@ -60,18 +76,40 @@ class CorrectnessBreaker:
         self.state = CLOSED
         self.changed_at = 0.0
         self.window = CorrectnessWindow(settings.window_s, settings.min_judged)
-        self._recent = RecentOutcomes(
-            max(RECENT_FACTOR * settings.min_judged, MIN_RECENT), settings.min_judged
-        )
+        most = max(RECENT_FACTOR * settings.min_judged, MIN_RECENT)
+        self._recent = RecentOutcomes(most, settings.min_judged)
+        # the same with cut answers; one that may still become valid is valid here
+        self._best = RecentOutcomes(most, settings.min_judged)
+        self.lengths, self.ended = WholeLengths(), EndedAnswers()
+        self._share = JudgedShare()
         # since when the condition for the next change has held
         self._since: float | None = None
         # times of the trips within the window
         self._trips: list[float] = []
 
+    def judge(self, now: float, answer: JudgedAnswer) -> None:
+        """Note an answer, if its limit and the share of its tenant let it count."""
+        self.lengths.add(answer)
+        may_run_away = self.lengths.shows_runaway(answer)
+        if not self.lengths.counts(answer) or not (answer.kind or may_run_away):
+            return
+        if not self._share.admits(answer.tenant):
+            return
+        if may_run_away:
+            self.ended.add(not answer.is_cut, is_usual=self._since is None)
+        if answer.kind in (VALID, INVALID):
+            self.add(now, answer.kind == VALID)
+        elif answer.kind in CUT_KINDS:
+            # text before a form begins is usual, unless whole answers have ended by then
+            is_late = self.lengths.quantile(CUT_QUANTILE) is not None
+            is_bad = answer.kind == BROKEN or (answer.kind == UNFORMED and is_late)
+            self._best.add(not is_bad)
+
     def add(self, now: float, valid: bool) -> None:
-        """Note an answer; `look` then says whether that changes anything."""
+        """Note a whole answer; `look` then says whether that changes anything."""
         self.window.add(now, valid)
         self._recent.add(valid)
+        self._best.add(valid)
 
     def look(self, now: float) -> BreakerChange | None:
         """Change state if it is time to."""
@@ -84,9 +122,11 @@ class CorrectnessBreaker:
         needed_s = self.settings.breach_s if self.state == CLOSED else self.recovery_s(now)
         if now - self._since < needed_s:
             return None
-        rate = self._recent.rate()
+        rate, why = self._best.rate(), ""
+        if self.state == CLOSED:
+            why = "correctness" if self._is_below_floor(now) else "runaway"
         self._change(SHADOW_ONLY if self.state == CLOSED else CLOSED, now)
-        return BreakerChange(self.state, rate, self.settings.floor)
+        return BreakerChange(self.state, rate, self.settings.floor, why)
 
     def recovery_s(self, now: float) -> float:
         """How long the rate must be good until the breaker is reset: once per recent trip."""
@@ -99,6 +139,7 @@ class CorrectnessBreaker:
 
     def force(self, state: str, now: float) -> None:
         """Set by an operator; evidence starts anew."""
+        self.ended = EndedAnswers()
         if state != self.state:
             self._change(state, now)
 
@@ -108,9 +149,16 @@ class CorrectnessBreaker:
             self._trips = [*self._trips[1 - MAX_TRIP_FACTOR :], now]
         self.state, self.changed_at, self._since = state, now, None
         self._recent.clear()
+        self._best.clear()
+        self.ended.clear_newest()
 
     def _breached(self, now: float) -> bool:
-        floor, recent = self.settings.floor, self._recent.rate()
+        if not self.settings.floor:
+            return False
+        return self._is_below_floor(now) or self.ended.runs_away(CERTAIN_Z)
+
+    def _is_below_floor(self, now: float) -> bool:
+        floor, recent = self.settings.floor, self._best.rate()
         if recent.rate is None or recent.rate >= floor:
             return False
         whole = self.window.rate(now)
@@ -118,8 +166,11 @@ class CorrectnessBreaker:
         return highest < floor or (whole.high is not None and whole.high < floor)
 
     def _recovered(self) -> bool:
-        recent = self._recent.newest(RECOVERY_FACTOR * self.settings.min_judged)
-        return recent.rate is not None and recent.rate >= self.settings.floor
+        most, floor = RECOVERY_FACTOR * self.settings.min_judged, self.settings.floor
+        whole, best = self._recent.newest(most), self._best.newest(most)
+        is_good = whole.rate is not None and whole.rate >= floor
+        is_good = is_good and best.rate is not None and best.rate >= floor
+        return is_good and not self.ended.runs_away(CERTAIN_Z)
 
     def _forget_trips(self, now: float) -> None:
         self._trips = [at for at in self._trips if at > now - self.settings.window_s]
@@ -132,12 +183,23 @@ class CorrectnessBreaker:
             "trips": list(self._trips),
             "window": self.window.state(),
             "recent": self._recent.state(),
+            "best": self._best.state(),
+            "lengths": self.lengths.state(),
+            "ended": self.ended.state(),
+            "share": self._share.state(),
         }
 
-    def restore(self, saved: dict[str, Any]) -> None:
+    def restore(self, saved: dict[str, Any], now: float) -> None:
+        """Times after `now` are of a clock that was set back since: they become `now`."""
         self.state = SHADOW_ONLY if saved["state"] == SHADOW_ONLY else CLOSED
-        self.changed_at = float(saved["changed_at"])
-        self._since = saved["since"]
-        self._trips = [float(at) for at in saved["trips"]][-MAX_TRIP_FACTOR:]
-        self.window.restore(saved["window"])
+        self.changed_at = min(float(saved["changed_at"]), now)
+        since = saved["since"]
+        self._since = None if since is None else min(since, now)
+        self._trips = [min(float(at), now) for at in saved["trips"]][-MAX_TRIP_FACTOR:]
+        self.window.restore([[min(row[0], now), *row[1:]] for row in saved["window"]])
         self._recent.restore(saved["recent"])
+        self._best.restore(saved.get("best", saved["recent"]))
+        if "ended" in saved:
+            self.lengths.restore(saved["lengths"])
+            self.ended.restore(saved["ended"])
+            self._share.restore(saved["share"])

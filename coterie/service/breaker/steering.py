@@ -17,7 +17,7 @@ from coterie.service.breaker.correctness import CLOSED
 from coterie.service.breaker.spike import NORMAL, IntentThresholds
 from coterie.service.breaker.watch import DRAINING, SpecialistWatch
 from coterie.service.canary import CanarySet
-from coterie.service.shadow.policy import SAMPLE, ShadowFacts, ShadowPolicy
+from coterie.service.shadow.policy import SAMPLE, ShadowFacts, ShadowPolicy, draw
 
 # a request that no specialist may answer now should come again after this time at the earliest
 RETRY_S = 5.0
@@ -36,6 +36,9 @@ class SteerRequest:
     is_pinned: bool = False
     # specialists that the tenant may use; None = all
     allowed: frozenset[str] | None = None
+    # in whose share of a crowded specialist it is; empty = it was accepted before
+    tenant: str = ""
+    share: float = 1.0
 
     def may_use(self, specialist: str) -> bool:
         return self.allowed is None or specialist in self.allowed
@@ -107,6 +110,9 @@ class PlanSteering:
         adapters, label = None, ""
         if not request.is_pinned and chosen.name == plan.specialist:
             adapters, label = self._canaries.adapters(plan.adapters, request.request_id)
+            for old, new in zip(plan.adapters, adapters or (), strict=False):
+                if old.digest != new.digest:
+                    reasons.append(f"{new.name} is a canary, in place of {old.name}")
         shadow, why = self._shadow(plan, request, (first, chosen), rules, limits, now)
         return SteeredPlan(
             specialist=chosen.name,
@@ -197,7 +203,9 @@ class PlanSteering:
             else:
                 reasons.append(f"{other.name} in place of {first.name}, which is {state}")
             return other
-        if plan.confidence >= limits.spill_below:
+        share = first.spike.spill_share
+        is_unsure = plan.confidence < limits.spill_below
+        if not is_unsure and draw(request.request_id, "spill") >= share:
             return first
         for alternate in plan.alternates:
             watch = self._watches.get(alternate.specialist)
@@ -205,9 +213,11 @@ class PlanSteering:
                 continue
             has_room = watch.spike.load < first.spike.load and not watch.is_full
             if has_room and request.may_use(watch.name) and watch.state(now) == CLOSED:
+                why = f"confidence {plan.confidence:.2f}, needed {limits.spill_below:.2f}"
+                if not is_unsure:
+                    why = f"{share:.0%} of its requests go to an alternate"
                 reasons.append(
-                    f"{watch.name} in place of {first.name}, which has too much to do: confidence "
-                    f"{plan.confidence:.2f}, needed {limits.spill_below:.2f}"
+                    f"{watch.name} in place of {first.name}, which has too much to do: {why}"
                 )
                 return watch
         return first

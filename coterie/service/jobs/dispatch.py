@@ -22,7 +22,7 @@ from coterie.core.errors import (
     Overloaded,
     Unavailable,
 )
-from coterie.core.events import Delta, Event, InferenceMetrics
+from coterie.core.events import Delta, Event, InferenceMetrics, Started
 from coterie.core.job import FAILED, SUCCEEDED, JobError, JobSpec
 from coterie.core.plan import RoutePlan, stack_key
 from coterie.core.request import AdapterHint, InferenceRequest, RouteHints, Sampling
@@ -272,7 +272,7 @@ class JobRun:
                 self._id, plans, explain=spec.explain, keeps_deltas=spec.keeps_deltas
             )
             async for event in events:
-                if not self._started and not await self._begin(plans[-1]):
+                if not self._started and not await self._begin(plans[-1], event):
                     return None
                 builder.take(event)
                 if isinstance(event, Delta) and event.choice == 0:
@@ -304,9 +304,13 @@ class JobRun:
         events = self._pipeline.handle(request, spec.vendor, plans.append, metrics.append)
         return plans, until_deadline(events, request, metrics)
 
-    async def _begin(self, plan: RoutePlan) -> bool:
-        """Store the plan before any text is shown: a run after a crash follows the same plan."""
-        self._started = await self._store.begin(self._id, time.time(), encode_plan(plan))
+    async def _begin(self, plan: RoutePlan, event: Event) -> bool:
+        """Store the plan before any text is shown: a run after a crash follows the same plan.
+        `event` is its first one, which often comes with the first token."""
+        at = time.time()
+        if isinstance(event, Started) and event.at:
+            at -= max(time.monotonic() - event.at, 0.0)
+        self._started = await self._store.begin(self._id, at, encode_plan(plan))
         self._live.plan = plan
         self._live.notify()
         return self._started

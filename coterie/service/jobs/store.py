@@ -21,6 +21,7 @@ import msgspec
 
 from coterie.core.errors import CoterieError, InvalidRequest, Unavailable
 from coterie.core.job import CANCELLED, PROCESSING, QUEUED, Job, JobError, JobPage, JobQuery
+from coterie.core.private_files import private_folder
 from coterie.obs.log import log
 from coterie.service.jobs.codec import decode_result
 from coterie.weights.files import try_lock
@@ -131,7 +132,7 @@ class JobStore:
         return abandoned
 
     def _open(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(self._path.parent)
         # the file holds prompts: only this user may read it
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
         # with isolation_level None each statement commits by itself
@@ -216,7 +217,7 @@ class JobOwner:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
         self.name = uuid.uuid4().hex
         self._handle = self._take()
 

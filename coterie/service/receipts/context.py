@@ -13,7 +13,7 @@ from coterie.core.plan import AdapterChoice
 from coterie.core.settings import RoutingSettings
 from coterie.core.snapshot import EnsembleConfig
 from coterie.routing.resolve import Specialist
-from coterie.service.breaker.watch import WatchedSpecialist
+from coterie.service.breaker.watch import WatchedSpecialist, judging
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def changed(context: DecisionContext, config: Config, digest: str = "other") -> 
             name,
             settings.fallback,
             settings.slo,
-            has_checks=bool(settings.checks),
+            has_checks=judging(settings.checks),
             may_shadow=not settings.remote.url or settings.remote.shadow,
             replicas=found.watched.replicas,
         )

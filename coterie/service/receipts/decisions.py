@@ -44,6 +44,8 @@ class AskedRoute(msgspec.Struct, frozen=True, array_like=True):
     # named a specialist or an expert; named a version of an expert
     is_named: bool
     is_pinned: bool
+    # experts that the tenant may use; empty = all
+    allowed_experts: tuple[str, ...] = ()
 
 
 class StoredCandidate(msgspec.Struct, frozen=True, array_like=True):
@@ -57,6 +59,7 @@ class StoredCandidate(msgspec.Struct, frozen=True, array_like=True):
     probability: float
     # why it was left out before the decision; "" = it took part
     excluded: str
+    part: float = 0.0
 
 
 class StoredRoute(msgspec.Struct, frozen=True, array_like=True):
@@ -180,6 +183,7 @@ def asked_route(
         has_tools,
         steer.is_named,
         steer.is_pinned,
+        hints.allowed_experts,
     )
 
 
@@ -227,6 +231,7 @@ def stored_candidates(plan: RoutePlan) -> tuple[StoredCandidate, ...]:
             item.memory,
             item.probability,
             exclusion_in(item.why),
+            item.part,
         )
         for item in (() if trace is None else trace.candidates)
     )

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from coterie.core.private_files import private_folder
 from coterie.weights.files import try_lock
 
 # a file is given up when it is this long, and removed when its receipts are in the database
@@ -26,7 +27,7 @@ class ReceiptJournal:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_folder(folder)
         self._path, self._handle = self._new()
         self._size = 0
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from coterie.core.adapters import AdapterProfile
+from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.errors import CoterieError
 from coterie.core.plan import AdapterChoice, ClassifierInput, RoutePlan
 from coterie.core.receipt import CLOSED
@@ -26,8 +26,9 @@ from coterie.core.request import (
 )
 from coterie.routing.classify.trained import TrainedRouter
 from coterie.routing.decide import ScoredAdapter
-from coterie.routing.protocols import AdapterCatalog
+from coterie.routing.protocols import AdapterCatalog, Matcher
 from coterie.routing.resolve import FixedAdapter, Specialist
+from coterie.routing.resolve import read as read_names
 from coterie.routing.router import Router, StoredRouting
 from coterie.service.breaker.spike import IntentThresholds, SpikeController
 from coterie.service.breaker.steering import IntentRules, PlanSteering, SteerRequest
@@ -79,6 +80,12 @@ class ReplaySummary:
     # what is lost -> how many decisions
     losses: Counter[str] = field(default_factory=Counter)
 
+    def lose(self, why: str, count: int) -> None:
+        """Count decisions that cannot be read."""
+        self.total += count
+        self.outcomes[LOST] += count
+        self.losses.update({why: count} if count else {})
+
     def add(self, decision: ReplayedDecision) -> None:
         self.total += 1
         self.outcomes[decision.outcome] += 1
@@ -87,6 +94,37 @@ class ReplaySummary:
         elif decision.before != decision.after:
             self.other_answer += 1
             self.moves[decision.before, decision.after] += 1
+
+
+class _RecordedCatalog:
+    """The installed adapters, with names that mean what they meant when a decision was made."""
+
+    def __init__(self, catalog: AdapterCatalog) -> None:
+        self._catalog = catalog
+        # of the decision that is being made again
+        self.meanings: Mapping[str, AdapterCard] = {}
+
+    def find(self, name: str, version: str) -> AdapterCard | None:
+        card = self.meanings.get(name)
+        if card is None or not version:
+            return card or self._catalog.find(name, version)
+        return self._catalog.find(card.name, version)
+
+    def names(self) -> Iterable[str]:
+        return {*self._catalog.names(), *self.meanings}
+
+    def profile(self, card: AdapterCard) -> AdapterProfile:
+        return self._catalog.profile(card)
+
+    def current_profiles(self) -> Mapping[str, AdapterProfile]:
+        then = {card.name: self.profile(card) for card in self.meanings.values()}
+        return {**self._catalog.current_profiles(), **then}
+
+    def matcher(self) -> Matcher | None:
+        return self._catalog.matcher()
+
+    def usual_quality(self) -> float:
+        return self._catalog.usual_quality()
 
 
 class DecisionReplay:
@@ -102,7 +140,7 @@ class DecisionReplay:
         other: Callable[[DecisionContext], DecisionContext] | None = None,
         version: str | None = None,
     ) -> None:
-        self._catalog, self._routers, self._version = catalog, routers, version
+        self._catalog, self._routers, self._version = _RecordedCatalog(catalog), routers, version
         self._contexts = (
             contexts if other is None else {key: other(item) for key, item in contexts.items()}
         )
@@ -142,7 +180,11 @@ class DecisionReplay:
         context = self._contexts.get(record.config)
         if context is None:
             raise LostInput(f"the settings {record.config or '(none)'} are not kept")
+        if not context.specialists:
+            raise LostInput(f"the settings {record.config} have none of these specialists")
         version = record.router if self._version is None else self._version
+        self._catalog.meanings = {}
+        self._catalog.meanings = self._meanings(record, context)
         plan = self._route(record, self._router(context, record.config, version))
         routed = stored_route(plan)
         if record.steering is None:
@@ -173,6 +215,42 @@ class DecisionReplay:
             intents=stored.intents,
         )
 
+    def _meanings(
+        self, record: DecisionRecord, context: DecisionContext
+    ) -> Mapping[str, AdapterCard]:
+        """What the names meant that the decision depends on, by the digests in the record."""
+        found = {
+            name.partition("@")[0]: self._profile(digest, name).card
+            for name, digest in (
+                *((item.name, item.digest) for item in record.candidates),
+                *((name, digest) for name, digest, _ in record.routed.adapters),
+            )
+        }
+        if record.asked.by_content:
+            return found
+        fixed = {
+            choice.digest
+            for item in context.specialists
+            if item.name == record.routed.specialist
+            for choice in item.fixed
+        }
+        # an alias: the adapters in the order of the request, and behind them what these require
+        order = [
+            found[name.partition("@")[0]]
+            for name, digest, _ in record.routed.adapters
+            if digest not in fixed
+        ]
+        asked = record.asked
+        hints = RouteHints(asked.model or None, tuple(AdapterHint(*item) for item in asked.experts))
+        names = [
+            item.name.partition("@")[0] for item in read_names(hints, _names(context)).adapters
+        ]
+        rest = iter([card for card in order if card.name not in names])
+        for name in names:
+            if name not in found and (card := next(rest, None)) is not None:
+                found[name] = card
+        return found
+
     def _profile(self, digest: str, name: str) -> AdapterProfile:
         bare, _, version = name.partition("@")
         # two packages may hold the same bytes
@@ -189,6 +267,7 @@ class DecisionReplay:
             asked.exclude,
             asked.max_experts,
             allowed=asked.allowed,
+            allowed_experts=asked.allowed_experts,
             intent=asked.intent,
         )
         if not asked.by_content:
@@ -217,12 +296,16 @@ class DecisionReplay:
             0.0,
             item.probability,
             item.excluded,
+            item.part,
         )
 
 
 def _steered(
     record: DecisionRecord, inputs: SteeringInputs, plan: RoutePlan, context: DecisionContext
 ) -> StoredSteering:
+    taken_by = {inputs.owner, inputs.canary} - {"", *_names(context)}
+    if taken_by:
+        raise LostInput(f"the settings have no specialist {min(taken_by)}, which was a canary")
     readings = {item.name: item for item in inputs.readings}
     watches = {
         item.name: _StoredWatch(item.watched, readings.get(item.name))
@@ -247,6 +330,10 @@ def _steered(
         allowed=frozenset(asked.allowed) or None,
     )
     return stored_steering(steering.steer(plan, request, _rules(plan.intent, inputs, context), 0.0))
+
+
+def _names(context: DecisionContext) -> frozenset[str]:
+    return frozenset(item.name for item in context.specialists)
 
 
 def _rules(intent: str, inputs: SteeringInputs, context: DecisionContext) -> IntentRules:

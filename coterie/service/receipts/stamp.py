@@ -15,7 +15,8 @@ import msgspec
 from coterie.core.errors import CoterieError
 from coterie.core.events import Finished, InferenceMetrics
 from coterie.core.receipt import CLOSED, OPEN, Receipt, ReceiptPlan, ReceiptTimings, reason_of
-from coterie.core.request import InferenceRequest, own_tenant
+from coterie.core.request import Chat, InferenceRequest, own_tenant
+from coterie.core.sampling import SampledWith, sampling_sources
 from coterie.routing.router import NOT_READY
 from coterie.service.receipts.context import context_of
 from coterie.service.receipts.context import encoded as context_bytes
@@ -183,6 +184,14 @@ class OpenReceipt:
         if self.trace is not None:
             self.trace.admitted()
 
+    def moved(self, left: str, replica: str) -> None:
+        """Another replica continues the request, because its worker died or fell silent."""
+        if self.receipt is not None:
+            plan = self.receipt.plan
+            reasons = (*plan.reasons, f"continued by {replica}: the worker of {left} was lost")
+            plan = replace(plan, replica=replica, reasons=reasons[:MAX_REASONS])
+            self._change(replace(self.receipt, plan=plan))
+
     def refused(self, error: CoterieError, run: RequestRun | None = None) -> None:
         """`run` is None if no one could be chosen to answer."""
         if run is None:
@@ -314,6 +323,8 @@ class OpenReceipt:
                 shadow=plan.shadow,
                 router_version="" if plan.trace is None else plan.trace.router_version,
                 config_digest=run.snapshot.config.digest,
+                sampling=_sampling(run),
+                adds_system=_adds_system(run),
             ),
             admission=admission,
             outcome=outcome,
@@ -327,6 +338,26 @@ class OpenReceipt:
         self.receipt = receipt
         if self._on_receipt is not None:
             self._on_receipt(receipt)
+
+
+def _sampling(run: RequestRun) -> dict[str, SampledWith]:
+    plan, request = run.plan, run.request
+    specialist = run.snapshot.router.specialists[plan.specialist]
+    return sampling_sources(
+        plan.sampling,
+        request.sampling,
+        specialist.generation,
+        specialist.recommended.sampling_for(request.prompt),
+        plan.tuned.sampling,
+    )
+
+
+def _adds_system(run: RequestRun) -> bool:
+    """Whether the model's card adds a system prompt to what is asked."""
+    tokenizer, prompt = run.served.tokenizer, run.plan.tuned.prompt or run.request.prompt
+    if tokenizer is None or run.plan.adapters or not isinstance(prompt, Chat):
+        return False
+    return tokenizer.adds_system_to(prompt)
 
 
 def shown_model(name: str) -> str:
@@ -347,7 +378,7 @@ def slowest(timings: ReceiptTimings) -> str:
         "loading adapters": timings.adapters_ms,
         "computing the prompt": timings.prefill_ms,
         "writing the answer": timings.decode_ms - stalled - timings.outage_ms,
-        "waiting for a worker that was started again": timings.outage_ms,
+        "waiting for a worker after a crash": timings.outage_ms,
         "waiting for MoE experts": stalled,
         "delivering the answer": timings.deliver_ms,
         "validating the answer": timings.validate_ms,

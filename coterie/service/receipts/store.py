@@ -33,6 +33,8 @@ CREATE TABLE IF NOT EXISTS contexts (
 """
 # the rows that are looked at for the newest of one tenant
 SEARCHED = 5000
+# the rows that are looked at for one page
+SCANNED = 20_000
 # settings that are kept for decisions
 MAX_CONTEXTS = 1000
 # rows above the limit before the oldest are removed: removing at every row would be slow
@@ -76,6 +78,29 @@ def receipt_row(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ReceiptQuery:
+    """None = any."""
+
+    tenant: str | None
+    limit: int
+    # a page's `following`
+    before: int | None = None
+    specialist: str | None = None
+    outcome: str | None = None
+    # seconds since 1970, of the arrival
+    since: float | None = None
+    until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptPage:
+    # as JSON
+    receipts: tuple[bytes, ...]
+    # None = there are no older ones
+    following: int | None
+
+
 class ReceiptTable:
     """For one thread. The caller opens transactions."""
 
@@ -117,6 +142,36 @@ class ReceiptTable:
             (OPEN, tenant, tenant, SEARCHED, limit),
         ).fetchall()
         return [row[0] for row in reversed(rows)]
+
+    def page(self, query: ReceiptQuery) -> ReceiptPage:
+        """The newest receipts first. Looks at `SCANNED` rows at most: a page may have fewer
+        receipts than the limit, and `following` where to go on."""
+        (newest,) = self._db.execute("SELECT coalesce(max(number), 0) + 1 FROM receipts").fetchone()
+        before = newest if query.before is None else min(query.before, newest)
+        rows = self._db.execute(
+            "SELECT number, receipt FROM (SELECT number, tenant, outcome, receipt, "
+            "CAST(receipt AS TEXT) AS text FROM receipts WHERE number < :before "
+            "AND number >= :before - :scanned) WHERE (:tenant IS NULL OR tenant = :tenant) "
+            "AND (:outcome IS NULL OR outcome = :outcome) "
+            "AND (:specialist IS NULL OR json_extract(text, '$.plan.specialist') = :specialist) "
+            "AND (:since IS NULL OR json_extract(text, '$.arrived_at') >= :since) "
+            "AND (:until IS NULL OR json_extract(text, '$.arrived_at') < :until) "
+            "ORDER BY number DESC LIMIT :limit",
+            {
+                "before": before,
+                "scanned": SCANNED,
+                "tenant": query.tenant,
+                "outcome": query.outcome,
+                "specialist": query.specialist,
+                "since": query.since,
+                "until": query.until,
+                "limit": query.limit,
+            },
+        ).fetchall()
+        end: int = rows[-1][0] if len(rows) == query.limit else before - SCANNED
+        left = "SELECT 1 FROM receipts WHERE number < ? LIMIT 1"
+        more = self._db.execute(left, (end,)).fetchone() is not None
+        return ReceiptPage(tuple(row[1] for row in rows), end if more else None)
 
     def put_context(self, digest: str, context: bytes) -> None:
         self._db.execute(

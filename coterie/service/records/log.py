@@ -19,7 +19,7 @@ import msgspec
 from coterie.core.errors import CoterieError, NotFound, Unavailable, WeightsError
 from coterie.obs.log import log
 from coterie.service.receipts.journal import ReceiptJournal, left_behind
-from coterie.service.receipts.store import ReceiptRow
+from coterie.service.receipts.store import ReceiptPage, ReceiptQuery, ReceiptRow
 from coterie.service.records.store import (
     InferenceRecord,
     Rate,
@@ -180,6 +180,9 @@ class InferenceRecords:
         if self._thread is None:
             return []
         return await self._ask(lambda store: store.recent_receipts(limit, tenant))
+
+    async def receipts(self, query: ReceiptQuery) -> ReceiptPage:
+        return await self._ask(lambda store: store.receipts_page(query))
 
     async def query(self, query: RecordQuery) -> RecordPage:
         return await self._ask(lambda store: store.query(query))

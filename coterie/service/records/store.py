@@ -20,7 +20,7 @@ from coterie.core.events import InferenceMetrics
 from coterie.core.quick_init import quick_init
 from coterie.packages.sqlite import connect, database_errors, transaction
 from coterie.service.receipts.store import SCHEMA as RECEIPTS
-from coterie.service.receipts.store import ReceiptRow, ReceiptTable
+from coterie.service.receipts.store import ReceiptPage, ReceiptQuery, ReceiptRow, ReceiptTable
 
 # outcomes of this many adapters are kept; the ones that changed longest ago are removed
 MAX_DIGESTS = 100_000
@@ -96,6 +96,9 @@ class VerdictEffect:
     finished_at: float
     # a check had judged the answer
     is_checked: bool
+    tenant: str = ""
+    # the tokens at which a limit cut the answer; 0 = it ended by itself
+    cut_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ class RecordStore:
         self._since_trim = SLACK
         self._decode = msgspec.json.Decoder(InferenceMetrics)
         # it holds comments of callers
-        self._db = connect(path, private=True)
+        self._db = connect(path)
         with database_errors(path):
             self._db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
             self._db.executescript(_SCHEMA + RECEIPTS)
@@ -182,6 +185,10 @@ class RecordStore:
         """As JSON, oldest first; of any tenant if `tenant` is None."""
         with database_errors(self._path):
             return self._receipts.recent(limit, tenant)
+
+    def receipts_page(self, query: ReceiptQuery) -> ReceiptPage:
+        with database_errors(self._path):
+            return self._receipts.page(query)
 
     def keep_context(self, digest: str, context: bytes) -> None:
         """The settings that decisions with this digest were made with."""
@@ -242,7 +249,12 @@ class RecordStore:
                 _count(db, dict.fromkeys(digests, (int(good) - row[1], 0)))
         metrics = self._decode.decode(row[3])
         return VerdictEffect(
-            tuple(digests), metrics.specialist, metrics.finished_at, is_checked=row[1] is not None
+            tuple(digests),
+            metrics.specialist,
+            metrics.finished_at,
+            row[1] is not None,
+            tenant,
+            metrics.output_tokens if metrics.finish_reason == "length" else 0,
         )
 
     def query(self, query: RecordQuery) -> RecordPage:

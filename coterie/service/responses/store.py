@@ -90,7 +90,7 @@ class ResponseTable:
     def __init__(self, path: Path, settings: ResponseSettings) -> None:
         self._path, self._settings = path, settings
         # it holds prompts and answers
-        self._db = connect(path, private=True)
+        self._db = connect(path)
         # the bounds are applied at the first write
         self._rows_since = TRIM_ROWS
         self._bytes_since = 0

@@ -14,12 +14,16 @@ from collections import deque
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coterie.core.errors import CoterieError
 from coterie.core.request import InferenceRequest, Sampling
 from coterie.obs.log import log
 from coterie.service.shadow.policy import SAMPLE
+from coterie.service.slo.evidence import JudgedAnswer
+
+if TYPE_CHECKING:
+    from coterie.service.plan import RequestRun
 
 # shadows that may wait; a sample displaces the oldest other one
 MAX_WAITING = 32
@@ -42,11 +46,15 @@ class ShadowTask:
     vendor: Sampling
     target: str
     why: str
-    # called once with the outcome: whether the answer was valid; None if it was not judged
-    on_end: Callable[[str, bool | None], None]
+    # called once with the outcome and what is known about the answer, if anything
+    on_end: Callable[[str, JudgedAnswer | None], None]
     # time.monotonic()
     offered_at: float = field(default_factory=time.monotonic)
     tries: int = 0
+    # the request that a caller got an answer to
+    primary: RequestRun | None = None
+    # one check found one of the two answers valid and the other not; known at its end
+    one_check: bool = False
 
     @property
     def is_sample(self) -> bool:
@@ -64,14 +72,14 @@ class ShadowDispatcher:
 
     def __init__(
         self,
-        run: Callable[[ShadowTask], Coroutine[Any, Any, bool | None]],
+        run: Callable[[ShadowTask], Coroutine[Any, Any, JudgedAnswer | None]],
         engines: Callable[[str], Collection[str]],
         max_running: int,
     ) -> None:
         self._run, self._engines = run, engines
         self.max_running = max_running
         self._waiting: deque[ShadowTask] = deque()
-        self._running: dict[ShadowTask, asyncio.Future[bool | None]] = {}
+        self._running: dict[ShadowTask, asyncio.Future[JudgedAnswer | None]] = {}
         # number of primaries by replica; one without any may be missing
         self._primaries: dict[str, int] = {}
         # by replica: time.monotonic() when its last primary ended
@@ -188,14 +196,15 @@ class ShadowDispatcher:
         # a callback: a task that is cancelled before its first step runs none of its code
         running.add_done_callback(partial(self._ended, task))
 
-    def _ended(self, task: ShadowTask, running: asyncio.Future[bool | None]) -> None:
+    def _ended(self, task: ShadowTask, running: asyncio.Future[JudgedAnswer | None]) -> None:
         del self._running[task]
-        result, valid = FAILED, None
+        result: str = FAILED
+        answer: JudgedAnswer | None = None
         error = None if running.cancelled() else running.exception()
         if running.cancelled():
             result = PREEMPTED
         elif error is None:
-            result, valid = DONE, running.result()
+            result, answer = DONE, running.result()
         elif isinstance(error, CoterieError):
             log("shadow_failed", level="debug", model=task.target, code=error.code)
         elif isinstance(error, Exception):
@@ -207,7 +216,7 @@ class ShadowDispatcher:
         if result == PREEMPTED and again:
             self._waiting.appendleft(task)
         else:
-            task.on_end(result, valid)
+            task.on_end(result, answer)
         self.start_waiting()
 
 

@@ -17,15 +17,17 @@ from coterie.service.fleet import Fleet
 from coterie.service.meter import RouteMeter
 from coterie.service.plan import RequestPlanner
 from coterie.service.shadow.dispatch import ShadowTask
+from coterie.service.slo.evidence import INVALID, VALID
 from coterie.service.submit.submitter import Submitter, assignment
 
 if TYPE_CHECKING:
     from coterie.service.plan import RequestRun
+    from coterie.service.slo.evidence import JudgedAnswer
 
 # the tenant of all shadows: they must not use up what a caller may run
 SHADOW_TENANT = "shadow"
 LOWEST_PRIORITY = 0
-# of a shadow's answer; one that would be longer is not judged
+# of a shadow's answer; one that would be longer is cut
 MAX_TOKENS = 512
 # of a shadow's prompt in one step: a primary that comes waits for the step's end
 STEP_TOKENS = 8
@@ -40,16 +42,16 @@ class ShadowRunner:
         # decisions about shadows are not counted
         self._planner = RequestPlanner(fleet, RouteMeter(MetricRegistry()))
 
-    async def run(self, task: ShadowTask) -> bool | None:
-        """Whether the answer is valid; None if that cannot be judged. Raises if there is none."""
+    async def run(self, task: ShadowTask) -> JudgedAnswer | None:
+        """What is known about the answer; None if it did not end. Raises if there is none."""
         run = self._planner.plan(task.request, task.vendor, self._fleet.snapshot)
         with self._fleet.catalog.hold(run.plan.adapters) as lease:
             work = await assignment(run, lease.virtual_tokens, self._grammars)
-            replica, events = await self._submitter.enqueue(run.served, work, is_accepted=True)
+            submitted = await self._submitter.enqueue(run.served, work, is_accepted=True)
             end: Finished | Failed | None = None
             try:
                 while end is None:
-                    for event in await events.take():
+                    for event in await submitted.events.take():
                         if isinstance(event, Delta):
                             if event.choice == 0:
                                 run.texts.append(event.text)
@@ -58,12 +60,29 @@ class ShadowRunner:
                         else:
                             end = event
             finally:
-                events.end()
+                submitted.events.end()
                 if end is None:
-                    await replica.abort(task.request.id)
+                    await submitted.abort()
         if isinstance(end, Failed):
             raise from_code(end.code, end.message)
-        return await self._finisher.outcome(run, end)
+        answer = await self._finisher.outcome(run, end)
+        task.one_check = await self._is_told_by_one_check(task.primary, run, answer)
+        return answer
+
+    async def _is_told_by_one_check(
+        self, primary: RequestRun | None, shadow: RequestRun, answer: JudgedAnswer | None
+    ) -> bool:
+        """Whether the checks that found one of the two answers invalid find the other valid: each
+        specialist has checks of its own, and a broken one must not decide for the other."""
+        if primary is None or primary.outcome is None:
+            return False
+        if answer is None or answer.kind not in (VALID, INVALID):
+            return False
+        is_valid = answer.kind == VALID
+        if is_valid == primary.outcome:
+            return False
+        right, wrong = (shadow, primary) if is_valid else (primary, shadow)
+        return await self._finisher.is_valid_for(wrong, "".join(right.texts))
 
 
 def shadow_request(run: RequestRun, target: str) -> InferenceRequest:

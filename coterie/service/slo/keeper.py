@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -65,6 +66,7 @@ class EnsembleKeeper:
             control.restore_saved(stored.state.get("control", {}) | {"specialists": known})
             for name, item in served.items():
                 item.series.slo.restore(stored.latency.get(name, {}), control.now)
+                _restore_speed(item, stored.state.get(f"speed {name}"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             log("ensemble_unreadable", level="warning", error=error)
 
@@ -129,7 +131,13 @@ class EnsembleKeeper:
         saved = control.saved()
         states = saved.pop("specialists").items()
         return StoredEnsemble(
-            {"control": saved} | {f"specialist {name}": state for name, state in states},
+            {"control": saved}
+            | {f"specialist {name}": state for name, state in states}
+            | {
+                f"speed {name}": _saved_speed(item)
+                for name, item in served.items()
+                if not item.is_remote
+            },
             {name: self._unwritten(name, item.series.slo) for name, item in served.items()},
         )
 
@@ -149,3 +157,34 @@ class EnsembleKeeper:
                 return await asyncio.to_thread(work)
 
         return await asyncio.shield(alone())
+
+
+def _saved_speed(item: ServedSpecialist) -> dict[str, Any]:
+    """How long its requests take, and with what engine on what machine that was measured."""
+    replicas = item.replicas
+    return {
+        "of": _engine_digest(item),
+        "own": replicas.predictor.saved(),
+        "engines": replicas.shared.predictor.saved(),
+    }
+
+
+def _restore_speed(item: ServedSpecialist, saved: Mapping[str, Any] | None) -> None:
+    if saved is None or saved["of"] != _engine_digest(item):
+        return
+    try:
+        item.replicas.predictor.restore(saved["own"])
+        item.replicas.shared.predictor.restore(saved["engines"])
+    except (KeyError, TypeError, ValueError) as error:
+        log("speed_unreadable", level="warning", error=error, model=item.name)
+
+
+def _engine_digest(item: ServedSpecialist) -> str:
+    """Another model, machine or way to run it takes another time."""
+    info = item.info
+    experts = info.experts
+    facts = (
+        *(info.fingerprint, info.dtype, info.device, info.processor, info.threads),
+        *(() if experts is None else (experts.strategy, experts.device_slots, experts.host_slots)),
+    )
+    return blake2b(repr(facts).encode(), digest_size=16).hexdigest()

@@ -13,6 +13,7 @@ from coterie.service.breaker.control import EnsembleControl
 from coterie.service.breaker.spike import STEPS
 from coterie.service.slo.board import DeliveredService, LatencyQuantiles
 from coterie.service.slo.correctness import CorrectnessRate
+from coterie.service.slo.evidence import CUT_QUANTILE
 
 if TYPE_CHECKING:
     from coterie.service.fleet import ServedSpecialist
@@ -24,6 +25,7 @@ RENEWED_METRICS = (
     "coterie_slo_seconds",
     "coterie_slo_kept",
     "coterie_correctness",
+    "coterie_ended_share",
     "coterie_breaker_state",
 )
 
@@ -61,6 +63,12 @@ class SloReporter:
             | {
                 "state": "known" if rate.is_known else "unknown",
                 "floor": promise.correctness or None,
+            },
+            "ended": {
+                "newest": watch.breaker.ended.newest.rate,
+                "usual": watch.breaker.ended.usual.rate().rate,
+                "judged": watch.breaker.ended.newest.judged,
+                "limit": watch.breaker.lengths.quantile(CUT_QUANTILE),
             },
             "promised": {
                 "ttft_p95_s": promise.ttft_p95_s or None,
@@ -100,6 +108,9 @@ class SloReporter:
                 if correctness[bound] is not None:
                     value = correctness[bound]
                     registry.value("coterie_correctness", name, bound).set(value)
+            for which in ("newest", "usual"):
+                if item["ended"][which] is not None:
+                    registry.value("coterie_ended_share", name, which).set(item["ended"][which])
             for promised, is_kept in item["kept"].items():
                 if is_kept is not None:
                     registry.value("coterie_slo_kept", name, promised).set(float(is_kept))

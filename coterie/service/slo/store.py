@@ -55,7 +55,7 @@ class EnsembleStore:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._since_trim = SLACK
-        self._db = connect(path, private=True)
+        self._db = connect(path)
         with database_errors(path):
             self._db.executescript(_SCHEMA)
 

@@ -7,7 +7,8 @@ of it is an estimate, from what the gateway counts (load.py) and how fast reques
 however many there are.
 
 A deadline that could not be met on an idle engine is a cut, not a promise: the request is admitted
-and ends there. Deadlines of a lower priority do not hold a request back.
+and ends there, without a token if need be. Deadlines of a lower priority do not hold a request
+back.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from dataclasses import dataclass, replace
 from coterie.core.errors import (
     AdmissionOffer,
     CoterieError,
-    InvalidRequest,
     Overloaded,
     Saturated,
 )
@@ -36,7 +36,7 @@ from coterie.service.submit.estimate import (
     tokens_may_take_s,
 )
 from coterie.service.submit.load import ReplicaQueue, ReplicaRequest, replica_request
-from coterie.service.submit.predict import LoadFeatures, load_after
+from coterie.service.submit.predict import MIN_SAMPLES, LoadFeatures, load_after
 from coterie.service.submit.replicas import ReplicaSet
 from coterie.service.submit.reservations import AHEAD, AHEAD_S, RetryReservation
 from coterie.workers.contract import Replica
@@ -50,8 +50,8 @@ MAX_AHEAD_S = 30.0
 CAUTION_S = 0.25
 # a deadline is hopeless if even this share of the expected time to the first token is too long
 HOPELESS = 0.5
-# a request whose first token would come this soon is not refused: without and with others ahead
-SOON_S, SOON_QUEUED_S = 0.05, 0.01
+# a request whose first token would come this soon is not refused
+SOON_QUEUED_S = 0.01
 # replicas that are tried, best first
 TRIED_REPLICAS = 3
 # of what is refused for a deadline, places are promised for this share of what ends: the rest of
@@ -74,6 +74,8 @@ class AdmissionResult:
     # expected seconds to the first and to the last token
     first_token_s: float = 0.0
     total_s: float = 0.0
+    # why its deadline is no promise; empty if it is one, or there is none
+    reason: str = ""
 
 
 class Admission:
@@ -88,9 +90,9 @@ class Admission:
         *,
         is_accepted: bool = False,
     ) -> AdmissionResult:
-        """The best replica that can take the request; raises Overloaded, Unavailable, or
-        InvalidRequest for a deadline that nobody could meet. `is_accepted`: it was accepted before,
-        as a job is, so its deadline is no reason to refuse it. A reservation is used up."""
+        """The best replica that can take the request; raises Overloaded or Unavailable.
+        `is_accepted`: it was accepted before, as a job is, so its deadline is no reason to refuse
+        it. A reservation is used up."""
         now, shared = self._clock(), replicas.shared
         prefixes = PromptPrefixes(
             assignment.lane, assignment.adapters, assignment.tenant, assignment.prompt_ids
@@ -129,7 +131,13 @@ class Admission:
             outcome = _outcome(request, queue)
             replicas.tenants.admitted(request)
             return AdmissionResult(
-                outcome, replica, assignment, request, estimate.first_token_s, estimate.total_s
+                outcome,
+                replica,
+                assignment,
+                request,
+                estimate.first_token_s,
+                estimate.total_s,
+                _why_not_promised(lane, request, is_accepted=is_accepted),
             )
         if place is not None:
             shared.calibration.learn(is_admitted=False)
@@ -361,6 +369,19 @@ def _outcome(request: ReplicaRequest, queue: ReplicaQueue) -> str:
     return "preempted_other" if any(queue.num_running[: request.priority]) else "queued"
 
 
+def _why_not_promised(lane: LaneView, request: ReplicaRequest, *, is_accepted: bool) -> str:
+    if request.deadline is None or request.is_promised or is_accepted:
+        return ""
+    count = lane.predictor.num_samples
+    if not lane.predictor.is_fitted:
+        return f"deadline not promised: {count} of {MIN_SAMPLES} requests measured so far"
+    left_s = max(request.deadline - lane.now, 0.0)
+    return (
+        f"deadline not promised: {lane.alone_s():.1f} s expected on an idle engine, "
+        f"{left_s:.1f} s left"
+    )
+
+
 def _expected(assignment: Assignment) -> Assignment:
     return replace(assignment, limits=replace(assignment.limits, is_expected=True))
 
@@ -370,15 +391,13 @@ def _key(assignment: Assignment) -> int:
 
 
 def _check_first_token(estimate: LatencyEstimate, left_s: float) -> None:
-    """Refuse a request that would probably not even get its first token."""
-    soon_s = SOON_QUEUED_S if estimate.queue_s else SOON_S
-    if HOPELESS * estimate.first_token_s <= max(left_s, soon_s):
+    """Refuse a request that would probably end in the queue: it may come again when that is
+    shorter. Where a place is free it begins, and returns what it has at its deadline."""
+    if not estimate.queue_s or HOPELESS * estimate.first_token_s <= max(left_s, SOON_QUEUED_S):
         return
-    reason = (
+    raise _Refused(
         f"timeout: the first token is expected in {estimate.first_token_s:.1f} s, and "
-        f"{left_s:.1f} s are left"
+        f"{max(left_s, 0.0):.1f} s are left",
+        param="timeout_ms",
+        hint_s=estimate.first_token_s - left_s,
     )
-    if not estimate.queue_s:
-        raise InvalidRequest(reason, param="timeout_ms")
-    # the queue is the reason, so it may come again when that is shorter
-    raise _Refused(reason, param="timeout_ms", hint_s=estimate.first_token_s - left_s)

@@ -99,6 +99,22 @@ def replica_request(assignment: Assignment, cached_tokens: int = 0) -> ReplicaRe
     )
 
 
+def rest_of(request: ReplicaRequest) -> ReplicaRequest:
+    """What another replica has to do that continues the request: it computes again what there is
+    of the answer."""
+    made = request.num_output // request.num_sequences
+    return ReplicaRequest(
+        request.priority,
+        request.tenant,
+        request.prompt_tokens + request.num_output,
+        max(request.max_tokens - made, 1),
+        request.deadline,
+        request.num_sequences,
+        share=request.share,
+        is_promised=request.is_promised,
+    )
+
+
 class LoadSums(NamedTuple):
     """Sums since start: the difference of two is what happened between them."""
 

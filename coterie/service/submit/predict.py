@@ -16,9 +16,9 @@ slowly otherwise, so that the share of misses stays near `MISSES` whatever the e
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +82,30 @@ class LeastSquares:
             self._solve()
         return expected
 
+    def saved(self) -> dict[str, Any]:
+        """What it has learnt, as JSON can hold it."""
+        if self._waiting:
+            self._add_waiting()
+        return {
+            "coefficients": list(self.coefficients),
+            "num_samples": self.num_samples,
+            "products": self._products.tolist(),
+            "sums": self._sums.tolist(),
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Raises KeyError, TypeError or ValueError for what cannot have been saved."""
+        size = len(self.coefficients)
+        found, products, sums = (
+            np.array(saved[name], np.float64) for name in ("coefficients", "products", "sums")
+        )
+        if (found.shape, products.shape, sums.shape) != ((size,), (size, size), (size,)):
+            raise ValueError("saved coefficients are of another kind")
+        if not (np.isfinite(products).all() and np.isfinite(sums).all() and (found >= 0).all()):
+            raise ValueError("saved coefficients are not numbers")
+        self.num_samples = int(saved["num_samples"])
+        self.coefficients, self._products, self._sums = found.tolist(), products, sums
+
     def _add_waiting(self) -> None:
         """Add the samples to the sums: many at once take less time."""
         rows, self._waiting = np.array(self._waiting), []
@@ -132,12 +156,27 @@ class RatioQuantile:
         if self._newest > 1e9:
             counts = self._counts = [count / self._newest for count in counts]
             self._total, self._newest = sum(counts), 1.0
+        self._find()
+
+    def _find(self) -> None:
+        counts = self._counts
         above = (1.0 - self._quantile) * self._total
         for place in range(self._highest, -1, -1):
             above -= counts[place]
             if above < 0:
                 self.value = self.LOW * self.STEP**place
                 return
+
+    def saved(self) -> list[float]:
+        return [count / self._newest for count in self._counts]
+
+    def restore(self, saved: Sequence[float]) -> None:
+        counts = [float(count) for count in saved]
+        if len(counts) != self.COUNT or not 0 < sum(counts) < math.inf or min(counts) < 0:
+            raise ValueError("saved counts are of another kind")
+        self._counts, self._total, self._newest = counts, sum(counts), 1.0
+        self._highest = max(place for place, count in enumerate(counts) if count)
+        self._find()
 
     def _place(self, ratio: float) -> int:
         if ratio <= self.LOW:
@@ -163,6 +202,10 @@ def load_after(load: EngineLoad, lane: str, num_sequences: int) -> LoadFeatures:
     return LoadFeatures(load.num_lanes(lane), sequences, load.prompt_tokens)
 
 
+# plain figures of a predictor that are kept
+_SAVED = ("used", "mean_tokens", "margin", "drift")
+
+
 class LatencyPredictor:
     """Of one specialist, or of all specialists that share engines."""
 
@@ -182,6 +225,34 @@ class LatencyPredictor:
     @property
     def is_fitted(self) -> bool:
         return self._tokens.num_samples >= MIN_SAMPLES
+
+    @property
+    def num_samples(self) -> int:
+        """Requests that it has learnt from."""
+        return self._tokens.num_samples
+
+    def saved(self) -> dict[str, Any]:
+        """What it has learnt, for the next start of the server."""
+        return {
+            "first": self._first.saved(),
+            "tokens": self._tokens.saved(),
+            "most_used": self._most_used.saved(),
+            "ratios": self._ratios.saved(),
+            **{name: getattr(self, name) for name in _SAVED},
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Raises KeyError, TypeError or ValueError for what cannot have been saved, and is then as
+        before."""
+        fresh = LatencyPredictor()
+        fresh._first.restore(saved["first"])
+        fresh._tokens.restore(saved["tokens"])
+        fresh._most_used.restore(saved["most_used"])
+        fresh._ratios.restore(saved["ratios"])
+        values = {name: float(saved[name]) for name in _SAVED}
+        if not all(0 <= value < math.inf for value in values.values()) or not values["drift"]:
+            raise ValueError("saved figures are not numbers")
+        vars(self).update(vars(fresh) | values)
 
     @property
     def factor(self) -> float:

@@ -17,7 +17,7 @@ from coterie.core.prefix import PromptPrefixes
 from coterie.service.submit.load import EngineLoad, ReplicaQueue, ReplicaRequest
 from coterie.service.submit.predict import LatencyPredictor
 from coterie.service.submit.reservations import ReservationBook, RetryCalibration
-from coterie.service.submit.tenants import TenantShares
+from coterie.service.submit.tenants import JudgedShares
 from coterie.workers.contract import Replica
 
 # a replica that preempts counts as if it had this many more sequences
@@ -64,7 +64,7 @@ class ReplicaSet:
         self.drained: Callable[[], Collection[str]] = frozenset
         self.shared = shared or EngineGroupLoad((replica.name for replica in replicas), clock)
         self.predictor = LatencyPredictor()
-        self.tenants = TenantShares(clock)
+        self.tenants = JudgedShares(clock)
         # requests that came back when they were told to: admitted, or refused again
         self.retries = {"admitted": 0, "refused": 0}
         self._queues = {
@@ -112,6 +112,30 @@ class ReplicaSet:
         if count == 1:
             return [able[times.index(min(times))]]
         return [able[index] for index in nsmallest(count, range(len(able)), key=times.__getitem__)]
+
+    def with_place(
+        self,
+        request: ReplicaRequest,
+        avoid: Collection[str],
+        adapters: Sequence[AdapterChoice] = (),
+    ) -> Replica | None:
+        """The best healthy replica that would run the request at once."""
+        try:
+            ranked = self.ranked(len(self.members), avoid, adapters, request)
+        except Unavailable:
+            return None
+        return next((replica for replica in ranked if self._has_place(replica, request)), None)
+
+    def _has_place(self, replica: Replica, request: ReplicaRequest) -> bool:
+        state, queue = self.state(replica), self.queue(replica)
+        if any(queue.num_running[: request.priority]):
+            # the engine would preempt one of them
+            return True
+        if len(queue) + request.num_sequences > queue.places:
+            return False
+        # prompts that were sent and are not computed take from what was reported as free
+        free = None if state is None else state.free_tokens - queue.load.prompt_tokens
+        return free is None or request.prompt_tokens < free
 
     def first_at(
         self, name: str, ranked: list[Replica], avoid: Collection[str] = ()

@@ -1,6 +1,7 @@
 """Brings a request into a worker: admission here, from what is known, then by the worker itself.
 
-Counts the requests of each replica.
+Counts the requests of each replica. A request whose worker died is moved to another replica that
+has a place for it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from coterie.core.errors import (
@@ -21,16 +21,16 @@ from coterie.core.errors import (
 )
 from coterie.core.events import Finished
 from coterie.core.plan import AdapterChoice, Admitted, Assignment, Rejected, RemoteAssignment
-from coterie.core.request import Limits, Prompt, ResponseFormat, Sampling, Tokens
+from coterie.core.request import Limits, Prompt, ResponseFormat, Sampling, Tokens, own_tenant
 from coterie.core.sampling import check_tokens, prompt_too_long, resolve_limits, truncated
 from coterie.models.text.tokenizer import is_long
 from coterie.obs.log import log
 from coterie.service.adapters.catalog import AdapterCatalog
 from coterie.service.finish import WHOLE
 from coterie.service.fleet import ServedSpecialist
-from coterie.service.submit.admission import Admission
+from coterie.service.submit.admission import Admission, AdmissionResult
 from coterie.service.submit.event_queue import EventQueue
-from coterie.service.submit.load import ReplicaQueue, ReplicaRequest
+from coterie.service.submit.load import ReplicaRequest, rest_of
 from coterie.workers.contract import Replica
 from coterie.workers.remote.body import check_request, estimated_tokens
 
@@ -75,13 +75,13 @@ class Submitter:
         self,
         served: ServedSpecialist,
         assignment: Assignment,
-        on_admit: Callable[[str, str], None] | None = None,
+        on_admit: Callable[[AdmissionResult], None] | None = None,
         *,
         is_accepted: bool = False,
-    ) -> tuple[Replica, EventQueue]:
+    ) -> SubmittedRequest:
         """Check admission, then let the worker decide. If the worker refuses, try another replica
-        once. `on_admit` is called with the replica and the result of admission before the request
-        is handed over. A request that `is_accepted` already, as a job is, is not refused for its
+        once. `on_admit` is called with the result of admission before the request is handed over.
+        A request that `is_accepted` already, as a job is, is not refused for its
         deadline."""
         replicas, refused = served.replicas, set[str]()
         full: tuple[Replica, Rejected] | None = None
@@ -96,43 +96,25 @@ class Submitter:
                 # there is a replica, but it is full
                 raise self._refusal(served, assignment, *full) from None
             replica, assignment, request = result.replica, result.assignment, result.request
-            queue = replicas.queue(replica)
-            queue.add(request)
-            # the place is free when the last event comes, even if the client reads slowly
-            event_queue = EventQueue(
-                partial(self._ended, served, queue, request),
-                partial(queue.started, request),
-                partial(queue.produced, request),
-            )
+            submitted = SubmittedRequest(self._admission, served, replica, assignment, request)
             if on_admit is not None:
-                on_admit(replica.name, result.outcome)
+                on_admit(result)
             verdict: Admitted | Rejected | None = None
             try:
-                verdict = await replica.submit(assignment, event_queue.put)
+                verdict = await replica.submit(
+                    assignment, submitted.events.put, submitted.continue_elsewhere
+                )
             finally:
-                if not isinstance(verdict, Admitted) and event_queue.disarm():
-                    self._admission.ended(replicas, queue, request, is_whole=False)
+                if not isinstance(verdict, Admitted):
+                    await submitted.refused()
             if isinstance(verdict, Admitted):
-                return replica, event_queue
+                return submitted
             refused.add(replica.name)
             if verdict.code == "overloaded":
                 full = replica, verdict
             if len(refused) > 1 or len(refused) == len(replicas.members):
                 raise self._refusal(served, assignment, replica, verdict)
             served.series.registry.value("coterie_recoveries", served.name, "replanned").add()
-
-    def _ended(
-        self,
-        served: ServedSpecialist,
-        queue: ReplicaQueue,
-        request: ReplicaRequest,
-        event: Finished | None,
-    ) -> None:
-        is_whole = event is not None and event.choices[0] in WHOLE
-        is_met = self._admission.ended(served.replicas, queue, request, is_whole=is_whole)
-        if is_met is not None:
-            outcome = "met" if is_met else "missed"
-            served.series.registry.value("coterie_deadlines", served.name, outcome).add()
 
     def _refusal(
         self, served: ServedSpecialist, assignment: Assignment, replica: Replica, verdict: Rejected
@@ -144,6 +126,77 @@ class Submitter:
         return from_code(verdict.code, verdict.reason, retry_after_s=verdict.retry_after_s)
 
 
+class SubmittedRequest:
+    """A request at a replica, or after a crash at another one: its events, and its place in the
+    counts of that replica."""
+
+    __slots__ = (
+        "_admission", "_assignment", "_is_moved", "_queue", "_request", "_served", "events",
+        "on_move", "replica",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        admission: Admission,
+        served: ServedSpecialist,
+        replica: Replica,
+        assignment: Assignment,
+        request: ReplicaRequest,
+    ) -> None:
+        self._admission, self._served, self._assignment = admission, served, assignment
+        self._request, self._queue = request, served.replicas.queue(replica)
+        self._is_moved = False
+        self.replica = replica
+        # called with the name of the replica that it leaves
+        self.on_move: Callable[[str], None] | None = None
+        self._queue.add(request)
+        # the place is free when the last event comes, even if the client reads slowly
+        self.events = EventQueue(self._ended, self._started, self._produced)
+
+    async def refused(self) -> None:
+        """It did not run: the worker refused it, or its caller left."""
+        if self.events.disarm():
+            self._admission.ended(self._served.replicas, self._queue, self._request, is_whole=False)
+        if self._is_moved:
+            await self.abort()
+
+    async def abort(self) -> None:
+        await self.replica.abort(self._assignment.request_id)
+
+    def continue_elsewhere(self) -> None:
+        """No worker runs it: move it to a replica that would run it at once."""
+        replicas, left, rest = self._served.replicas, self.replica, rest_of(self._request)
+        replica = replicas.with_place(rest, {left.name}, self._assignment.adapters)
+        if replica is None or not left.move(self._assignment.request_id, replica):
+            return
+        self._queue.remove(self._request)
+        self.replica, self._queue, self._request = replica, replicas.queue(replica), rest
+        self._queue.add(rest)
+        self._is_moved = True
+        self._served.series.registry.value("coterie_recoveries", self._served.name, "moved").add()
+        if self.on_move is not None:
+            self.on_move(left.name)
+
+    def _started(self) -> None:
+        self._queue.started(self._request)
+
+    def _produced(self, num_tokens: int) -> None:
+        self._queue.produced(self._request, num_tokens)
+
+    def _ended(self, event: Finished | None) -> None:
+        # a request that was moved says nothing about how long one takes
+        is_whole = event is not None and event.choices[0] in WHOLE and not self._is_moved
+        served = self._served
+        is_met = self._admission.ended(
+            served.replicas, self._queue, self._request, is_whole=is_whole
+        )
+        outcome = "" if is_met is None else "met" if is_met else "missed"
+        if event is not None and "timeout" in event.choices and is_met is None:
+            outcome = "cut"
+        if outcome:
+            served.series.registry.value("coterie_deadlines", served.name, outcome).add()
+
+
 async def assignment(run: RequestRun, virtual_tokens: int, grammars: GrammarCheck) -> Assignment:
     """The assignment for a worker. Refuses a request that can never run. `virtual_tokens`: tokens
     that soft prompts put before the prompt."""
@@ -151,6 +204,7 @@ async def assignment(run: RequestRun, virtual_tokens: int, grammars: GrammarChec
     prompt = plan.tuned.prompt or request.prompt
     if served.tokenizer is None:
         return _remote_assignment(run, prompt)
+    prompt = served.tokenizer.readable(prompt, with_adapters=bool(plan.adapters))
     # a prompt that will be truncated may be longer than the context
     room = None if request.limits.truncation is not None else served.context
     prompt_ids = await tokenise(served.tokenizer, prompt, room)
@@ -274,7 +328,8 @@ async def _check_format(
     invalid format of a package is dropped, because the caller did not ask for it."""
     started_at = time.monotonic()
     try:
-        await grammars.check(answer_format, run.served.own_tokenizer())
+        tenant = own_tenant(run.request.tenant)
+        await grammars.check(answer_format, run.served.own_tokenizer(), tenant)
     except (InvalidRequest, MissingDependency) as error:
         if run.request.response_format is not None:
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +73,8 @@ class CodeBlock:
     # lower case; empty = not given
     language: str
     code: str
+    # its last line ends it; otherwise the text ended inside it
+    is_closed: bool = True
 
 
 def blocks(text: str) -> list[CodeBlock]:
@@ -91,9 +93,16 @@ def blocks(text: str) -> list[CodeBlock]:
         else:
             lines.append(line)
     if mark:
-        code_blocks.append(CodeBlock(language, "".join(lines)))
+        code_blocks.append(CodeBlock(language, "".join(lines), is_closed=False))
     return code_blocks
 
 
 def programs(text: str) -> list[CodeBlock]:
     return [block for block in blocks(text) if block.language not in _PLAIN]
+
+
+def in_language(code_blocks: Sequence[CodeBlock], languages: Collection[str]) -> list[CodeBlock]:
+    """The blocks that name one of these languages; if there are none, those that name no language.
+    Beside a block that names it, one without a name shows what a program reads or prints."""
+    named = [block for block in code_blocks if block.language in languages]
+    return named or [block for block in code_blocks if not block.language]

@@ -13,7 +13,9 @@ import msgspec
 from coterie.core.child_protocol import serve
 from coterie.core.errors import CoterieError
 from coterie.core.events import ValidationResult
+from coterie.service.slo.evidence import OPEN
 from coterie.service.validate import code, json_schema
+from coterie.service.validate.prefix import prefix_kind
 from coterie.service.validate.table import VALIDATORS
 
 MAX_MEMORY_BYTES = 1_500_000_000
@@ -23,6 +25,8 @@ class ValidationTask(msgspec.Struct, array_like=True):
     validator: str
     argument: str
     text: str
+    # the answer was cut: the result is its kind
+    is_prefix: bool = False
 
 
 def main() -> None:
@@ -38,11 +42,16 @@ def _validator_of(first: bytes) -> Callable[[bytes], bytes]:
     return lambda question: encode(_result(decode(question)))
 
 
-def _result(task: ValidationTask) -> ValidationResult:
+def _result(task: ValidationTask) -> ValidationResult | str:
     try:
+        if task.is_prefix:
+            return prefix_kind(task.validator, task.argument, task.text)
         return VALIDATORS[task.validator](task.argument).check(task.text)
     except CoterieError as error:
-        return ValidationResult(False, task.validator, error.message)
+        if task.is_prefix:
+            return OPEN
+        # without a name: the check itself does not work
+        return ValidationResult(False, "", error.message)
 
 
 def _load() -> None:

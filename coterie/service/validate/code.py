@@ -45,12 +45,20 @@ class CodeValidator:
     def check(self, text: str) -> ValidationResult:
         return result_of(self.name, text, self._fault)
 
+    def judged_blocks(self, text: str) -> list[CodeBlock]:
+        """The blocks that hold programs. One without a language is in that of this validator,
+        unless another block names it: then it shows what a program reads or prints."""
+        found = programs(text)
+        if any(_is_same(block.language, self._language) for block in found):
+            return [block for block in found if block.language]
+        return found
+
     def _fault(self, text: str) -> str | None:
-        code_blocks = programs(text) or [CodeBlock("", text)]
-        faults = (self._block_fault(block) for block in code_blocks)
+        code_blocks = self.judged_blocks(text) or [CodeBlock("", text)]
+        faults = (self.block_fault(block) for block in code_blocks)
         return next((fault for fault in faults if fault), None)
 
-    def _block_fault(self, block: CodeBlock) -> str | None:
+    def block_fault(self, block: CodeBlock) -> str | None:
         language = canonical(block.language) or self._language
         if language in NAMES:
             return syntax_fault(block.code)
@@ -66,6 +74,11 @@ def canonical(language: str) -> str:
     return _ALIASES.get(low, low)
 
 
+def _is_same(one: str, other: str) -> bool:
+    one, other = canonical(one), canonical(other)
+    return bool(one) and (one == other or (one in NAMES and other in NAMES))
+
+
 def can_check(language: str) -> bool:
     name = canonical(language)
     return name in GRAMMARS or name in NAMES
@@ -74,7 +87,8 @@ def can_check(language: str) -> bool:
 def tree_fault(language: str, code: str) -> str | None:
     root = parser(language).parse(code.encode("utf-8", "replace")).root_node
     if not root.has_error:
-        return None
+        is_code = any(not child.is_extra for child in root.children)
+        return None if is_code else "there is no code, only comments"
     node = root
     # go down to the first child with an error, without recursion
     while not (node.is_error or node.is_missing):

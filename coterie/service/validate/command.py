@@ -15,6 +15,7 @@ from coterie.core.events import ValidationResult
 from coterie.core.settings import ValidatorSettings
 from coterie.obs.log import log
 from coterie.service.validate.base import AnswerContext, cut
+from coterie.service.validate.health import CheckHealth
 from coterie.service.validate.sandbox import CommandLimits, CommandResult, run
 
 # the isolation that a command must have. "network" is not needed: "calls" already refuses every
@@ -28,6 +29,8 @@ _KILLED = {
     "output": "printed more than {} bytes",
     "signal": "was ended by signal {}",
 }
+
+_NOT_RUN = "it could not run"
 
 
 class ValidatorCommand:
@@ -43,10 +46,26 @@ class ValidatorCommand:
         by_name = settings.name in context.checks
         return by_name or by_task or not set(settings.experts).isdisjoint(context.experts)
 
-    async def check(self, text: str) -> ValidationResult | None:
-        """None if the command could not run: then nothing is known about the answer."""
-        settings = self._settings
+    async def check(self, text: str, health: CheckHealth) -> ValidationResult | None:
+        """None if the command does not work: then nothing is known about the answer."""
+        if health.rests(self.name):
+            return None
         began = time.perf_counter()
+        ran = await self.run(text)
+        if ran is None:
+            health.is_broken(self.name, _NOT_RUN)
+            return None
+        if ran.how in _KILLED and not await self._works(_fault(ran), health):
+            return None
+        spent_ms = round((time.perf_counter() - began) * 1000, 3)
+        fault = _fault(ran)
+        if fault is None:
+            health.accepted(self.name, text)
+        return ValidationResult(fault is None, self.name, cut(fault), spent_ms)
+
+    async def run(self, text: str) -> CommandResult | None:
+        """None if it could not run."""
+        settings = self._settings
         try:
             ran = await run(
                 self._command, text, CommandLimits(settings.timeout_s, settings.memory_bytes)
@@ -58,9 +77,33 @@ class ValidatorCommand:
             log("validator_failed", level="error", reason=f"{self.name}: {ran.detail}")
             return None
         self._warn(ran)
-        spent_ms = round((time.perf_counter() - began) * 1000, 3)
-        fault = _fault(ran)
-        return ValidationResult(fault is None, self.name, cut(fault), spent_ms)
+        return ran
+
+    async def _works(self, fault: str | None, health: CheckHealth) -> bool:
+        """Whether it accepts a known good answer, after it was killed on another one. Without such
+        an answer nothing shows that it can work."""
+        good = self._settings.known_good or health.last_accepted(self.name)
+        if good is None:
+            health.is_broken(self.name, f"{fault}; it has accepted no answer yet")
+            return False
+        reason = await self._fault_on(good)
+        if reason is not None:
+            health.is_broken(self.name, f"on a good answer: {reason}")
+        return reason is None
+
+    async def fault_on_good_answer(self) -> str | None:
+        """Why it is broken: it refuses the answer that its settings call good, or, without one, it
+        is killed on an empty answer. None if nothing is wrong."""
+        if self._settings.known_good:
+            return await self._fault_on(self._settings.known_good)
+        ran = await self.run("")
+        if ran is None:
+            return _NOT_RUN
+        return _fault(ran) if ran.how in _KILLED else None
+
+    async def _fault_on(self, good: str) -> str | None:
+        ran = await self.run(good)
+        return _NOT_RUN if ran is None else _fault(ran)
 
     def _warn(self, ran: CommandResult) -> None:
         missing = [wall for wall in WALLS if ran.walls and wall not in ran.walls]
@@ -103,26 +146,30 @@ class ValidatorCommands:
         self._places = asyncio.Semaphore(self.MAX_RUNNING)
         self._waiting = 0
 
-    async def check(self, text: str, context: AnswerContext) -> list[ValidationResult]:
+    async def check(
+        self, text: str, context: AnswerContext, health: CheckHealth
+    ) -> list[ValidationResult]:
         """The results of all commands that apply, up to the first that finds a fault."""
         results: list[ValidationResult] = []
         for command in self._commands:
             if not command.wants(context):
                 continue
-            result = await self._one(command, text)
+            result = await self._one(command, text, health)
             if result is not None:
                 results.append(result)
                 if not result.valid:
                     break
         return results
 
-    async def _one(self, command: ValidatorCommand, text: str) -> ValidationResult | None:
+    async def _one(
+        self, command: ValidatorCommand, text: str, health: CheckHealth
+    ) -> ValidationResult | None:
         if self._waiting >= self.MAX_WAITING:
             log("validators_busy", level="warning", reason=command.name)
             return None
         self._waiting += 1
         try:
             async with self._places:
-                return await command.check(text)
+                return await command.check(text, health)
         finally:
             self._waiting -= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from coterie.core.events import ValidationResult
-from coterie.service.validate.base import blocks, result_of
+from coterie.service.validate.base import blocks, in_language, result_of
 
 _decode = msgspec.json.Decoder(strict=True).decode
 
@@ -24,7 +24,7 @@ class JsonValidator:
         fault = self._one(text)
         if fault is None or self._strict:
             return fault
-        json_blocks = [block for block in blocks(text) if block.language in ("", "json")]
+        json_blocks = in_language(blocks(text), ("json",))
         if not json_blocks:
             return fault
         return next((wrong for block in json_blocks if (wrong := self._one(block.code))), None)

@@ -10,7 +10,7 @@ import textwrap
 import warnings
 
 from coterie.core.events import ValidationResult
-from coterie.service.validate.base import TOO_DEEP, programs, result_of
+from coterie.service.validate.base import TOO_DEEP, in_language, programs, result_of
 
 NAMES = frozenset({"python", "py", "python3", "py3"})
 
@@ -26,7 +26,7 @@ class PythonValidator:
 
 
 def _fault(text: str) -> str | None:
-    codes = [block.code for block in programs(text) if block.language in ("", *NAMES)]
+    codes = [block.code for block in in_language(programs(text), NAMES)]
     return next((wrong for code in codes or [text] if (wrong := syntax_fault(code))), None)
 
 
@@ -36,11 +36,11 @@ def syntax_fault(code: str) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ast.parse(textwrap.dedent(code), "answer")
+            program = ast.parse(textwrap.dedent(code), "answer")
     except SyntaxError as error:
         return f"line {error.lineno}: {error.msg}"
     except (MemoryError, RecursionError):
         return TOO_DEEP
     except ValueError as error:
         return str(error)
-    return None
+    return None if program.body else "there is no code, only comments"

@@ -19,6 +19,7 @@ from typing import Any
 
 import coterie
 from coterie.core.errors import CoterieError, Unavailable
+from coterie.core.own_folder import make_own_folder
 from coterie.core.spawn import PIPE, AsyncProcess, start
 
 MAX_OUTPUT_BYTES = 64 * 1024
@@ -52,7 +53,8 @@ class CommandResult:
 async def run(command: Sequence[str], text: str, bounds: CommandLimits) -> CommandResult:
     """Run the command on the text. Raises if it could not be started: then nothing is known about
     the text."""
-    folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="coterie-check-")
+    temporary = Path(tempfile.gettempdir())
+    folder = str(await asyncio.to_thread(make_own_folder, temporary, "coterie-check-"))
     try:
         return await _run(command, text, bounds, folder)
     except OSError as error:

@@ -11,7 +11,7 @@ may take more than a millisecond runs in another process.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -27,10 +27,12 @@ from coterie.core.errors import Unavailable
 from coterie.core.events import ValidationResult
 from coterie.core.settings import ValidatorSettings
 from coterie.obs.log import log
+from coterie.service.slo.evidence import BROKEN, OPEN, UNFORMED
 from coterie.service.validate.base import MAX_CHARACTERS, AnswerContext
 from coterie.service.validate.child import ValidationTask
 from coterie.service.validate.command import ValidatorCommands
 from coterie.service.validate.generic import GenericValidator
+from coterie.service.validate.health import CheckHealth, good_answer
 from coterie.service.validate.pattern import PatternValidator
 from coterie.service.validate.pattern_cost import is_fast
 from coterie.service.validate.table import SAFE, VALIDATORS, picks
@@ -40,9 +42,15 @@ MAX_INLINE_CHARACTERS = 50_000
 
 
 class AnswerValidators:
-    def __init__(self, commands: Sequence[ValidatorSettings] = ()) -> None:
-        """Raises if the program of a command does not exist."""
-        self._processes = ValidatorProcesses()
+    def __init__(
+        self,
+        commands: Sequence[ValidatorSettings] = (),
+        on_killed: Callable[[], None] | None = None,
+    ) -> None:
+        """Raises if the program of a command does not exist. `on_killed` is called when a process
+        was killed from outside and is started again."""
+        self.health = CheckHealth()
+        self._processes = ValidatorProcesses(self.health, on_killed=on_killed)
         self._commands = ValidatorCommands(tuple(commands))
 
     async def validate(
@@ -53,7 +61,7 @@ class AnswerValidators:
         result = await self._built_in(text, context)
         if len(text) > MAX_CHARACTERS or (result is not None and not result.valid):
             return result
-        results = await (commands or self._commands).check(text, context)
+        results = await (commands or self._commands).check(text, context, self.health)
         if not results:
             return result
         if not results[-1].valid:
@@ -63,6 +71,15 @@ class AnswerValidators:
             results.insert(0, result)
         spent_ms = round(sum(item.duration_ms for item in results), 3)
         return ValidationResult(True, "+".join(item.validator for item in results), None, spent_ms)
+
+    async def prefix_kind(self, text: str, context: AnswerContext) -> str:
+        """What an answer that was cut, and is not valid, could still become: open, unformed or
+        broken. Commands judge complete answers alone."""
+        kinds = [
+            await self._processes.prefix_kind(ValidationTask(name, argument, text, is_prefix=True))
+            for name, argument in picks(text, context)
+        ]
+        return next((kind for kind in (BROKEN, UNFORMED) if kind in kinds), OPEN)
 
     async def close(self) -> None:
         await self._processes.close()
@@ -103,12 +120,18 @@ MAX_PROCESSES = 2
 # answers that may wait for a validator process; further answers are not validated
 MAX_WAITING = 256
 _result_decoder = msgspec.msgpack.Decoder(ValidationResult)
+_kind_decoder = msgspec.msgpack.Decoder(str)
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class ValidatorProcesses:
-    def __init__(self, check_s: float = CHECK_S) -> None:
-        self._check_s = check_s
+    def __init__(
+        self,
+        health: CheckHealth,
+        check_s: float = CHECK_S,
+        on_killed: Callable[[], None] | None = None,
+    ) -> None:
+        self._health, self._check_s = health, check_s
         program = ChildProgram(
             "coterie.service.validate.child",
             bare_environment(),
@@ -116,13 +139,38 @@ class ValidatorProcesses:
             MAX_PROCESSES,
             stderr=None,
         )
-        self._children: ChildPool[None] = ChildPool(program)
+        self._children: ChildPool[None] = ChildPool(program, on_killed=on_killed)
 
     async def check(self, task: ValidationTask) -> ValidationResult | None:
-        """None if too many answers wait, or no process can be started."""
-        if self._children.num_waiting >= MAX_WAITING:
+        """None if too many answers wait, or the check does not work: then nothing is known about
+        the answer."""
+        name = task.argument if task.validator == "code" else task.validator
+        if self._children.num_waiting >= MAX_WAITING or self._health.rests(name):
             return None
         began = time.perf_counter()
+        found = await self._asked(task)
+        if isinstance(found, str) and not await self._works(task, name):
+            return None
+        if isinstance(found, str):
+            spent_ms = round((time.perf_counter() - began) * 1000, 3)
+            return ValidationResult(False, task.validator, found, spent_ms)
+        if found is not None and not found.validator:
+            self._health.is_broken(name, found.error or "it does not work")
+            return None
+        return found
+
+    async def _works(self, task: ValidationTask, name: str) -> bool:
+        """Whether the check accepts a known good answer, after it failed on another one."""
+        argument, text = good_answer(task.validator, task.argument)
+        found = await self._asked(ValidationTask(task.validator, argument, text))
+        if isinstance(found, ValidationResult) and found.valid:
+            return True
+        reason = found if isinstance(found, str) else "a good answer could not be checked"
+        self._health.is_broken(name, reason)
+        return False
+
+    async def _asked(self, task: ValidationTask) -> ValidationResult | str | None:
+        """The result; or what the answer did to the check. None if no process can be asked."""
         try:
             # a process may die for another reason than this answer, so there are two attempts
             answer = await self._children.ask(
@@ -135,11 +183,24 @@ class ValidatorProcesses:
             log("judge_failed_to_start", level="warning", error=error)
             return None
         except TimeoutError:
-            fault = f"checking it took longer than {self._check_s:g} s"
+            return f"checking it took longer than {self._check_s:g} s"
         except ChildDied:
-            fault = "checking it takes more than a parser can bear"
-        spent_ms = round((time.perf_counter() - began) * 1000, 3)
-        return ValidationResult(False, task.validator, fault, spent_ms)
+            return "checking it takes more than a parser can bear"
+
+    async def prefix_kind(self, task: ValidationTask) -> str:
+        """Open if it cannot be found out."""
+        if self._children.num_waiting >= MAX_WAITING:
+            return OPEN
+        try:
+            answer = await self._children.ask(
+                _encode(task), None, answer_s=self._check_s, attempts=2
+            )
+        except (Unavailable, ChildNotStarted):
+            return OPEN
+        except (TimeoutError, ChildDied):
+            # an answer does not escape by what it does to its check
+            return UNFORMED
+        return _kind_decoder.decode(answer)
 
     async def close(self) -> None:
         await self._children.close()

@@ -195,10 +195,11 @@ class AsyncExperts:
         """`name` or `name@version`."""
         return await self._client.send(calls.expert(name))
 
-    async def install(self, package: bytes | PathLike[str]) -> types.Expert:
-        """Uploads an `.expert` file from this machine."""
+    async def install(self, package: bytes | PathLike[str], *, now: bool = False) -> types.Expert:
+        """Uploads an `.expert` file from this machine. The first version of a name becomes
+        current; a later one is staged until it is promoted, or current at once with `now`."""
         data = package if isinstance(package, bytes) else Path(package).read_bytes()
-        return await self._client.send(calls.upload_expert(data))
+        return await self._client.send(calls.upload_expert(data, now))
 
     async def install_from(
         self, path: str, **options: Unpack[types.InstallOptions]
@@ -209,13 +210,18 @@ class AsyncExperts:
     async def remove(self, name: str) -> types.DeletedExpert:
         return await self._client.send(calls.remove_expert(name))
 
-    async def pin(self, name: str) -> types.Expert:
+    async def pin(self, name: str) -> types.ChangedExpert:
         return await self._client.send(calls.act_on_expert(name, "pin"))
 
-    async def unpin(self, name: str) -> types.Expert:
+    async def unpin(self, name: str) -> types.ChangedExpert:
         return await self._client.send(calls.act_on_expert(name, "unpin"))
 
-    async def rollback(self, name: str) -> types.Expert:
+    async def promote(self, name: str) -> types.ChangedExpert:
+        """Lets a staged version answer: as a canary where checks or a floor can judge it, else it
+        becomes current at once. `name` alone means the version that was installed last."""
+        return await self._client.send(calls.act_on_expert(name, "promote"))
+
+    async def rollback(self, name: str) -> types.ChangedExpert:
         return await self._client.send(calls.act_on_expert(name, "rollback"))
 
     async def use(self, name: str, version: str) -> types.Expert:

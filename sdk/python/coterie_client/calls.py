@@ -82,18 +82,19 @@ def expert(name: str) -> Call[types.ShownExpert]:
     return Call("GET", _path("/v1/experts", name), types.ShownExpert, admin=True)
 
 
-def upload_expert(package: bytes) -> Call[types.Expert]:
+def upload_expert(package: bytes, now: bool) -> Call[types.Expert]:
     headers = {"content-type": "application/octet-stream"}
-    return Call("POST", "/v1/experts", types.Expert, content=package, headers=headers, admin=True)
+    path = "/v1/experts?now=true" if now else "/v1/experts"
+    return Call("POST", path, types.Expert, content=package, headers=headers, admin=True)
 
 
 def install_expert(path: str, options: Mapping[str, Any]) -> Call[types.Expert]:
     return Call("POST", "/v1/experts", types.Expert, {"path": path, **options}, admin=True)
 
 
-def act_on_expert(name: str, action: str) -> Call[types.Expert]:
+def act_on_expert(name: str, action: str) -> Call[types.ChangedExpert]:
     path = _path("/v1/experts", name) + f"/{action}"
-    return Call("POST", path, types.Expert, admin=True)
+    return Call("POST", path, types.ChangedExpert, admin=True)
 
 
 def change_expert(name: str, changes: Mapping[str, str]) -> Call[types.Expert]:

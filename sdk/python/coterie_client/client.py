@@ -190,10 +190,11 @@ class Experts:
         """`name` or `name@version`."""
         return self._client.send(calls.expert(name))
 
-    def install(self, package: bytes | PathLike[str]) -> types.Expert:
-        """Uploads an `.expert` file from this machine."""
+    def install(self, package: bytes | PathLike[str], *, now: bool = False) -> types.Expert:
+        """Uploads an `.expert` file from this machine. The first version of a name becomes
+        current; a later one is staged until it is promoted, or current at once with `now`."""
         data = package if isinstance(package, bytes) else Path(package).read_bytes()
-        return self._client.send(calls.upload_expert(data))
+        return self._client.send(calls.upload_expert(data, now))
 
     def install_from(self, path: str, **options: Unpack[types.InstallOptions]) -> types.Expert:
         """Installs a file or directory on the server's machine, by its absolute path."""
@@ -202,13 +203,18 @@ class Experts:
     def remove(self, name: str) -> types.DeletedExpert:
         return self._client.send(calls.remove_expert(name))
 
-    def pin(self, name: str) -> types.Expert:
+    def pin(self, name: str) -> types.ChangedExpert:
         return self._client.send(calls.act_on_expert(name, "pin"))
 
-    def unpin(self, name: str) -> types.Expert:
+    def unpin(self, name: str) -> types.ChangedExpert:
         return self._client.send(calls.act_on_expert(name, "unpin"))
 
-    def rollback(self, name: str) -> types.Expert:
+    def promote(self, name: str) -> types.ChangedExpert:
+        """Lets a staged version answer: as a canary where checks or a floor can judge it, else it
+        becomes current at once. `name` alone means the version that was installed last."""
+        return self._client.send(calls.act_on_expert(name, "promote"))
+
+    def rollback(self, name: str) -> types.ChangedExpert:
         return self._client.send(calls.act_on_expert(name, "rollback"))
 
     def use(self, name: str, version: str) -> types.Expert:

@@ -31,6 +31,26 @@ class Candidate:
     probability: float
     chosen: bool
     why: str
+    part: float
+
+
+@dataclass(frozen=True)
+class ChangedExpert:
+    id: str
+    object: Literal["expert"]
+    name: str
+    version: str
+    digest: str
+    kind: str
+    bases: list[str]
+    num_virtual_tokens: int
+    bytes: int
+    installed_at: int
+    signer: str | None
+    pinned: bool
+    description: str
+    current: bool
+    canary: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,12 +93,13 @@ class Expert:
     signer: str | None
     pinned: bool
     description: str
+    current: bool
 
 
 @dataclass(frozen=True)
 class ExpertList:
     object: Literal["list"]
-    data: list[ListedExpert]
+    data: list[Expert]
     aliases: dict[str, str]
 
 
@@ -275,6 +296,7 @@ class InstallOptions(TypedDict, total=False):
     name: str | None
     version: str | None
     base: str | None
+    now: bool
 
 
 @dataclass(frozen=True)
@@ -323,26 +345,15 @@ class JobView:
 
 
 @dataclass(frozen=True)
-class ListedExpert:
-    id: str
-    object: Literal["expert"]
-    name: str
-    version: str
-    digest: str
-    kind: str
-    bases: list[str]
-    num_virtual_tokens: int
-    bytes: int
-    installed_at: int
-    signer: str | None
-    pinned: bool
-    description: str
-    current: bool
-
-
-@dataclass(frozen=True)
 class OpenAIError:
     error: dict[str, Any]
+
+
+class PromoteBody(TypedDict, total=False):
+    """How many of the requests a canary gets."""
+
+    # Of the traffic.
+    share: float
 
 
 @dataclass(frozen=True)
@@ -374,6 +385,7 @@ class ShownExpert:
     signer: str | None
     pinned: bool
     description: str
+    current: bool
     versions: list[Expert]
     manifest: dict[str, Any] | None
 

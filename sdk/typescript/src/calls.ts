@@ -2,6 +2,7 @@
 
 import { toWire } from "./names.js";
 import type {
+  ChangedExpert,
   DeletedExpert,
   DeletedJob,
   Expert,
@@ -86,18 +87,19 @@ export function expert(name: string): Call<ShownExpert> {
   return { method: "GET", path: named("/v1/experts", name), answer: "ShownExpert", admin: true };
 }
 
-export function uploadExpert(file: Uint8Array | Blob): Call<Expert> {
+export function uploadExpert(file: Uint8Array | Blob, now: boolean): Call<Expert> {
   const headers = { "content-type": "application/octet-stream" };
-  return { method: "POST", path: "/v1/experts", answer: "Expert", body: file, headers, admin: true };
+  const path = now ? "/v1/experts?now=true" : "/v1/experts";
+  return { method: "POST", path, answer: "Expert", body: file, headers, admin: true };
 }
 
 export function installExpert(install: InstallBody): Call<Expert> {
   return admin(json("POST", "/v1/experts", "Expert", wire("InstallBody", install)));
 }
 
-export function actOnExpert(name: string, action: string): Call<Expert> {
+export function actOnExpert(name: string, action: string): Call<ChangedExpert> {
   const path = `${named("/v1/experts", name)}/${action}`;
-  return { method: "POST", path, answer: "Expert", admin: true };
+  return { method: "POST", path, answer: "ChangedExpert", admin: true };
 }
 
 export function changeExpert(name: string, patch: ExpertPatch): Call<Expert> {

@@ -23,6 +23,7 @@ import { ConnectionFailed, Timeout, Unavailable } from "./errors.js";
 import { InferStream } from "./stream.js";
 import { Transport, type CallOptions } from "./transport.js";
 import type {
+  ChangedExpert,
   DeletedExpert,
   DeletedJob,
   Expert,
@@ -155,9 +156,15 @@ export class Experts {
     return this.transport.send(expert(name), options);
   }
 
-  /** Uploads a `.expert` file's bytes. */
-  install(file: Uint8Array | Blob, options: CallOptions = {}): Promise<Expert> {
-    return this.transport.send(uploadExpert(file), options);
+  /**
+   * Uploads a `.expert` file's bytes. The first version of a name becomes current; a later one is
+   * staged until it is promoted, or current at once with `now`.
+   */
+  install(
+    file: Uint8Array | Blob,
+    options: CallOptions & { now?: boolean } = {},
+  ): Promise<Expert> {
+    return this.transport.send(uploadExpert(file, options.now ?? false), options);
   }
 
   /** Installs a file or directory of the server's machine, by its absolute path. */
@@ -169,15 +176,23 @@ export class Experts {
     return this.transport.send(removeExpert(name), options);
   }
 
-  pin(name: string, options: CallOptions = {}): Promise<Expert> {
+  pin(name: string, options: CallOptions = {}): Promise<ChangedExpert> {
     return this.transport.send(actOnExpert(name, "pin"), options);
   }
 
-  unpin(name: string, options: CallOptions = {}): Promise<Expert> {
+  unpin(name: string, options: CallOptions = {}): Promise<ChangedExpert> {
     return this.transport.send(actOnExpert(name, "unpin"), options);
   }
 
-  rollback(name: string, options: CallOptions = {}): Promise<Expert> {
+  /**
+   * Lets a staged version answer: as a canary where checks or a floor can judge it, else it becomes
+   * current at once. `name` alone means the version that was installed last.
+   */
+  promote(name: string, options: CallOptions = {}): Promise<ChangedExpert> {
+    return this.transport.send(actOnExpert(name, "promote"), options);
+  }
+
+  rollback(name: string, options: CallOptions = {}): Promise<ChangedExpert> {
     return this.transport.send(actOnExpert(name, "rollback"), options);
   }
 

@@ -18,6 +18,25 @@ export interface Candidate {
   probability: number;
   chosen: boolean;
   why: string;
+  part: number;
+}
+
+export interface ChangedExpert {
+  id: string;
+  object: "expert";
+  name: string;
+  version: string;
+  digest: string;
+  kind: string;
+  bases: string[];
+  numVirtualTokens: number;
+  bytes: number;
+  installedAt: number;
+  signer: string | null;
+  pinned: boolean;
+  description: string;
+  current: boolean;
+  canary?: Record<string, unknown> | null;
 }
 
 export interface DeletedExpert {
@@ -55,11 +74,12 @@ export interface Expert {
   signer: string | null;
   pinned: boolean;
   description: string;
+  current: boolean;
 }
 
 export interface ExpertList {
   object: "list";
-  data: ListedExpert[];
+  data: Expert[];
   aliases: Record<string, string>;
 }
 
@@ -241,6 +261,7 @@ export interface InstallBody {
   name?: string | null;
   version?: string | null;
   base?: string | null;
+  now?: boolean;
 }
 
 /** Why a job failed, as a direct request would have received it. */
@@ -280,25 +301,14 @@ export interface JobView {
   error: JobFault | null;
 }
 
-export interface ListedExpert {
-  id: string;
-  object: "expert";
-  name: string;
-  version: string;
-  digest: string;
-  kind: string;
-  bases: string[];
-  numVirtualTokens: number;
-  bytes: number;
-  installedAt: number;
-  signer: string | null;
-  pinned: boolean;
-  description: string;
-  current: boolean;
-}
-
 export interface OpenAIError {
   error: Record<string, unknown>;
+}
+
+/** How many of the requests a canary gets. */
+export interface PromoteBody {
+  /** Of the traffic. */
+  share?: number;
 }
 
 /** How one decision was made. Times are milliseconds, by stage. */
@@ -327,6 +337,7 @@ export interface ShownExpert {
   signer: string | null;
   pinned: boolean;
   description: string;
+  current: boolean;
   versions: Expert[];
   manifest: Record<string, unknown> | null;
 }
@@ -347,10 +358,11 @@ export interface ValidationResult {
 export const SHAPES: Readonly<Record<string, Readonly<Record<string, string>>>> = {
   AdapterChoice: {},
   Candidate: {},
+  ChangedExpert: {},
   DeletedExpert: {},
   DeletedJob: { result: "InferenceResult", error: "JobFault" },
   Expert: {},
-  ExpertList: { data: "ListedExpert" },
+  ExpertList: { data: "Expert" },
   ExpertPatch: {},
   ExpertPlan: { experts: "AdapterChoice", generation_params: "GenerationParams", reasoning_trace: "RouteTrace" },
   FeedbackAnswer: {},
@@ -368,8 +380,8 @@ export const SHAPES: Readonly<Record<string, Readonly<Record<string, string>>>> 
   JobList: { data: "JobView" },
   JobSubmission: {},
   JobView: { result: "InferenceResult", error: "JobFault" },
-  ListedExpert: {},
   OpenAIError: {},
+  PromoteBody: {},
   RouteTrace: { candidates: "Candidate" },
   ShownExpert: { versions: "Expert" },
   ValidationResult: {},

@@ -1,0 +1,127 @@
+"""Deadlines on a real server: what is started, what is cut, and what a restart remembers. The tests
+run in the order of this file."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.serving.server_process import Reply, Served, own_home
+
+# its prompt alone is expected to take longer than the deadlines below
+LONG = "word " * 1500
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return own_home(tmp_path_factory.mktemp("deadlines") / "home")
+
+
+def serve(home: Path) -> Served:
+    model = tiny_checkpoint("llama", max_position_embeddings=8192)
+    return Served(str(model), "--name", "tiny", COTERIE_HOME=str(home))
+
+
+class Restarted:
+    """The server, and the same one started again."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.served = home, serve(home)
+
+    def restart(self) -> Served:
+        assert self.served.stop() == 0
+        self.served = serve(self.home)
+        return self.served
+
+
+@pytest.fixture(scope="module")
+def running(home: Path) -> Iterator[Restarted]:
+    made = Restarted(home)
+    yield made
+    made.served.stop()
+
+
+@pytest.fixture
+def served(running: Restarted) -> Served:
+    return running.served
+
+
+def infer(served: Served, prompt: str, **fields: Any) -> Reply:
+    body = {"prompt": prompt, "model": "tiny", "max_tokens": 200} | fields
+    return served.post("/v1/infer", body)
+
+
+def chat(served: Served, prompt: str, timeout_ms: int) -> Reply:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": prompt}]}
+    return served.post("/v1/chat/completions", body, x_deadline_ms=str(timeout_ms))
+
+
+@pytest.mark.parametrize("timeout_ms", [1, 5, 20, 80])
+def test_on_an_idle_engine_every_deadline_is_started(served: Served, timeout_ms: int) -> None:
+    text = f"{timeout_ms} {LONG}"
+    answer = infer(served, text, timeout_ms=timeout_ms)
+    assert answer.status == 200, answer.body
+    assert answer.json["finish_reason"] == answer.json["metrics"]["finish_reason"] == "timeout"
+    assert answer.json["tokens_generated"] < 200
+    reply = chat(served, f"chat {text}", timeout_ms)
+    if reply.status == 200:
+        [choice] = reply.json["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "timeout")
+    else:
+        # it passed on the way to the engine
+        assert (reply.status, reply.json["error"]["code"]) == (504, "deadline_exceeded")
+
+
+def outcome(served: Served, name: str) -> float:
+    text = served.get("/metrics").body.decode()
+    found = re.findall(rf'^coterie_deadlines_total{{.*outcome="{name}".*}} (\S+)$', text, re.M)
+    return sum(float(value) for value in found)
+
+
+def reasons(reply: Reply) -> list[str]:
+    assert reply.status == 200, reply.body
+    found: list[str] = reply.json["telemetry"]["receipt"]["plan"]["reasons"]
+    return [reason for reason in found if reason.startswith("deadline not promised: ")]
+
+
+def test_what_no_promise_covers_is_counted_and_told(served: Served) -> None:
+    before = outcome(served, "cut")
+    assert before >= 4, "the deadlines of the test above"
+    [reason] = reasons(infer(served, LONG, timeout_ms=30))
+    assert re.search(r"\d of 12 requests measured so far$", reason)
+    assert outcome(served, "cut") == before + 1
+    # nobody is promised anything yet, and who ended in time was not cut
+    assert len(reasons(infer(served, "short", max_tokens=2, timeout_ms=60_000))) == 1
+    assert outcome(served, "cut") == before + 1
+    assert outcome(served, "met") == outcome(served, "missed") == 0
+
+
+def test_a_restart_keeps_what_was_measured(running: Restarted) -> None:
+    served = running.served
+    for count in range(14):
+        assert infer(served, f"measured {count}", max_tokens=20).status == 200
+    assert reasons(infer(served, "a", max_tokens=2, timeout_ms=60_000)) == []
+    served = running.restart()
+    # the first request is promised its time, or told that it will be cut
+    assert reasons(infer(served, "b", max_tokens=2, timeout_ms=60_000)) == []
+    assert outcome(served, "met") == 1
+    [reason] = reasons(infer(served, LONG, timeout_ms=1))
+    assert reason.endswith(" s expected on an idle engine, 0.0 s left")
+    # on another kind of machine that was not measured
+    state = running.home / "state" / "ensemble.db"
+    assert running.served.stop() == 0
+    with closing(sqlite3.connect(state)) as db, db:
+        [(text,)] = db.execute("SELECT value FROM state WHERE key = 'speed tiny'").fetchall()
+        other = json.dumps(json.loads(text) | {"of": "another machine"})
+        db.execute("UPDATE state SET value = ? WHERE key = 'speed tiny'", (other,))
+    running.served = serve(running.home)
+    [reason] = reasons(infer(running.served, "c", max_tokens=2, timeout_ms=60_000))
+    assert reason.endswith(" 0 of 12 requests measured so far")
