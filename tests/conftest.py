@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import re
-import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,7 +15,11 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.folders import begin_run, leaks, temporary_folder
 from tests.helpers.serving.server_process import own_home
+
+# before anything is put into the temporary folder
+BEGAN_RUN = begin_run()
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,8 +31,7 @@ collect_ignore = ["foreign", "clients"]
 # other processes have specialists of the same name.
 KEPT = ("kernels", "models", "routing", "state/machine")
 os.environ["COTERIE_HOME"] = str(ROOT / ".cache" / "home")
-HOME = Path(tempfile.mkdtemp(prefix="coterie-home-"))
-atexit.register(shutil.rmtree, HOME, ignore_errors=True)
+HOME = temporary_folder("coterie-home-")
 os.environ["COTERIE_HOME"] = str(own_home(HOME, shared=KEPT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -120,6 +120,16 @@ def pytest_sessionstart() -> None:
     gc.disable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails the run if something of ours is left in the temporary folder: what made it, a server,
+    a command or a test, leaves it on every machine."""
+    if BEGAN_RUN and (left := leaks()):
+        names = "\n  ".join(left)
+        print(f"\n\nFAILED: left in the temporary folder of this run:\n  {names}", file=sys.stderr)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
@@ -178,6 +188,6 @@ def several_threads() -> None:
 @pytest.fixture
 def private_home(monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty COTERIE_HOME with a short path (ipc sockets have a length limit)."""
-    path = Path(tempfile.mkdtemp(prefix="coterie-"))
+    path = temporary_folder()
     monkeypatch.setenv("COTERIE_HOME", str(path))
     return path

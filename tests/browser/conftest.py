@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
+from tests.helpers.folders import temporary_folder
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.server_process import Served, own_home
 
@@ -127,7 +128,7 @@ def config_file(home: Path, *, has_callers: bool, has_experts: bool) -> Path:
 @pytest.fixture(scope="module")
 def open_server() -> Iterator[Served]:
     """Callers need no key; one specialist has MoE experts."""
-    home = own_home(Path(tempfile.mkdtemp(prefix="coterie-home-")))
+    home = own_home(temporary_folder("coterie-home-"))
     file = config_file(home, has_callers=False, has_experts=True)
     served = Served("--config", str(file), COTERIE_HOME=str(home))
     yield served
@@ -138,7 +139,7 @@ def open_server() -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def keyed_server() -> Iterator[Served]:
     """Callers need a key."""
-    home = own_home(Path(tempfile.mkdtemp(prefix="coterie-home-")))
+    home = own_home(temporary_folder("coterie-home-"))
     file = config_file(home, has_callers=True, has_experts=False)
     served = Served("--config", str(file), COTERIE_HOME=str(home))
     yield served

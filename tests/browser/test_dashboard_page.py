@@ -125,6 +125,21 @@ def test_a_question_is_answered_with_its_receipt(open_server: Served, new_page: 
     expect(row.locator(".receipt")).to_contain_text("answered by")
 
 
+def test_the_first_answer_of_the_default_model_is_right(new_page: NewPage) -> None:
+    served = Served()
+    try:
+        page = new_page(served)
+        expect(page.locator("#chat-model option")).to_have_count(2)
+        page.get_by_label("Question").fill("What is the capital of France?")
+        page.get_by_role("button", name="Send").click()
+        receipt = page.locator("#chat-log .receipt")
+        expect(receipt).to_be_visible(timeout=60_000)
+        expect(page.locator(".said.assistant")).to_contain_text("Paris")
+        expect(receipt).to_contain_text("temperature 0 (recommended)")
+    finally:
+        served.stop()
+
+
 @pytest.mark.full
 def test_an_answer_can_be_stopped(open_server: Served, new_page: NewPage) -> None:
     page = new_page(open_server)

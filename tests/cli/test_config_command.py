@@ -140,8 +140,52 @@ def test_notes_tell_of_copies_and_unserved_intents(run: Run, tmp_path: Path) -> 
     text = '[[specialists]]\nname = "a"\n[[specialists]]\nname = "b"\ndtype = "int8"\n'
     (tmp_path / "c.toml").write_text(text + '[[intents]]\nname = "poems"\n')
     status, out, _ = run("config", "check", str(tmp_path / "c.toml"), "--json")
-    first, second = json.loads(out)["notes"]
+    fresh, first, second = json.loads(out)["notes"]
     assert status == 0 and "'poems'" in first and "loaded 2 times" in second
+    assert fresh.startswith("specialists.b.checks: ")
+
+
+NOTED = """
+[ensemble]
+shadow_sample = 0.0
+[[specialists]]
+name = "base"
+slo = { correctness = 0.5 }
+[[specialists]]
+name = "empty"
+checks = ["generic"]
+slo = { correctness = 0.5 }
+fallback = "plain"
+[[specialists]]
+name = "plain"
+[[specialists]]
+name = "far"
+checks = ["json"]
+slo = { correctness = 0.5 }
+remote = { url = "http://127.0.0.1:9/v1" }
+[[validators]]
+name = "json"
+command = ["/bin/true"]
+"""
+
+
+def test_notes_tell_of_settings_that_can_never_work(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(NOTED)
+    status, out, _ = run("config", "check", str(tmp_path / "c.toml"), "--json")
+    notes = json.loads(out)["notes"]
+    assert status == 0
+    assert [note.partition(": ")[0] for note in notes] == [
+        "specialists.base.slo.correctness",
+        "specialists.empty.slo.correctness",
+        "specialists.empty.fallback",
+        "ensemble.shadow_sample",
+        "specialists.plain.checks",
+        "specialists.far.remote.shadow",
+        "validators.json.name",
+    ]
+    assert "stays unknown" in notes[1] and "does not answer" in notes[2]
+    # a person reads them too
+    assert "validators.json.name" in run("config", "check", str(tmp_path / "c.toml"))[1]
 
 
 def test_no_server(run: Run, tmp_path: Path) -> None:

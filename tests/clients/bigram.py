@@ -8,12 +8,12 @@ it and the MLP find is multiplied by zero: the next token depends on the last on
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from tests.helpers.folders import temporary_folder
 from tests.helpers.models.tiny import EOS, tiny_checkpoint
 
 SENTENCE = "The quick fox runs."
@@ -29,7 +29,7 @@ def bigram_checkpoint() -> Path:
         num_attention_heads=1,
         num_key_value_heads=1,
     )
-    path = Path(tempfile.mkdtemp(prefix="coterie-bigram-"))
+    path = temporary_folder("coterie-bigram-")
     shutil.copytree(source, path, dirs_exist_ok=True)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     spoken = tokenizer.encode(SENTENCE, add_special_tokens=False).ids

@@ -8,13 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.helpers.folders import temporary_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 180.0
@@ -55,7 +56,7 @@ def lora_directory() -> Path:
     """A LoRA for the default model, as PEFT writes it."""
     from coterie.packages.archive import inspect, unpack
 
-    folder = Path(tempfile.mkdtemp(prefix="foreign-lora-"))
+    folder = temporary_folder("foreign-lora-")
     unpack(inspect(ROOT / "experts" / "commit-header.expert"), folder)
     for path in folder.iterdir():
         if not path.name.startswith("adapter_"):
@@ -69,7 +70,7 @@ def environment() -> dict[str, str]:
 
 def _home() -> Path:
     """The downloaded model and kernels, but no experts that somebody or another test installed."""
-    made = Path(tempfile.mkdtemp(prefix="foreign-home-"))
+    made = temporary_folder("foreign-home-")
     kept = Path(os.environ.get("COTERIE_HOME", ROOT / ".cache" / "home"))
     for name in ("models", "kernels"):
         if (kept / name).is_dir():
@@ -89,7 +90,7 @@ class Server:
         if "--context" not in command:
             # a small model's answer without a limit often runs to the context's end
             command += ["--context", str(USUAL_CONTEXT)]
-        folder = Path(tempfile.mkdtemp(prefix="foreign-server-"))
+        folder = temporary_folder("foreign-server-")
         keys = folder / "keys"
         keys.touch(mode=0o600)
         keys.write_text(f"{api_key or ADMIN_KEY}\n")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import struct
+import subprocess
+import sys
 import time
 import tracemalloc
 from pathlib import Path
@@ -213,3 +216,26 @@ def test_fingerprints_follow_the_content(sound: Path, tmp_path: Path) -> None:
     path = tmp_path / "other.gguf"
     path.write_bytes(other)
     assert open_checkpoint(path).fingerprint() != first.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 40), pytest.param(1000, 500, marks=pytest.mark.full)]
+)
+def test_a_mutated_model_is_refused_or_runs(sound: Path, first: int, count: int) -> None:
+    """Loaded and run in a process of their own: none ends it, hangs or takes much memory."""
+    module = "tests.helpers.models.mutated_gguf"
+    done = subprocess.run(
+        [sys.executable, "-m", module, str(sound), str(first), str(count)],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, (lines[-1:], done.stderr[-2000:])
+    found = [line for line in lines if "found" in line]
+    assert len(found) == count
+    size = sound.stat().st_size
+    for line in found:
+        assert line["found"] == "ran" or line["found"].startswith("refused"), line
+        # what is grown once for the whole process, as buffers of threads are
+        assert line["grown"] < 8 * size + 16_000_000, line
+        assert line["seconds"] < 30, line
+    assert {line["found"] for line in found} >= {"ran", "refused: WeightsError"}

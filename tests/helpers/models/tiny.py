@@ -1,6 +1,6 @@
 """Tiny random checkpoints, written through transformers, with a real byte-level BPE tokenizer.
 
-They are kept in the temporary directory, keyed by everything that shapes them (this file too).
+They are kept between runs, keyed by everything that shapes them (this file too).
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +16,8 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from tests.helpers.folders import CHECKPOINTS
 
 VOCAB = 384
 BOS, EOS, PAD, TURN = "<s>", "</s>", "<pad>", "<|turn|>"
@@ -97,10 +98,10 @@ def tiny_checkpoint(architecture: str, seed: int = 0, **overrides: Any) -> Path:
     kind = classes.get(architecture, architecture)
     facts = json.dumps([ARCHITECTURES[kind], seed, overrides], sort_keys=True, default=str)
     digest = hashlib.sha256((facts + _own_source()).encode()).hexdigest()[:16]
-    home = Path(tempfile.gettempdir()) / f"coterie-tiny-{os.getuid()}"
+    home = CHECKPOINTS / "tiny"
     path = home / f"{kind}-{digest}"
     if not (path / "config.json").exists():
-        home.mkdir(exist_ok=True)
+        home.mkdir(parents=True, exist_ok=True)
         with _locked(home / ".lock"):
             if not (path / "config.json").exists():
                 draft = Path(tempfile.mkdtemp(dir=home))
@@ -119,6 +120,21 @@ def thinking_checkpoint(path: Path) -> Path:
     settings.write_text(json.dumps(facts))
     for beside in path.glob("chat_template*"):
         beside.unlink()
+    return path
+
+
+def named_checkpoint(path: Path, name: str, template: str | None) -> Path:
+    """The tiny model, with what it is called in its config and a chat template of its own; None =
+    without one."""
+    shutil.copytree(tiny_checkpoint("llama"), path)
+    for beside in path.glob("chat_template*"):
+        beside.unlink()
+    settings, config = path / "tokenizer_config.json", path / "config.json"
+    facts = json.loads(settings.read_text()) | {"chat_template": template}
+    if template is None:
+        del facts["chat_template"]
+    settings.write_text(json.dumps(facts))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"_name_or_path": name}))
     return path
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from coterie.core.request import Chat, Message, ToolCall
 from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
+from tests.helpers.folders import CHECKPOINTS
 from tests.helpers.models.tiny import tiny_checkpoint
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}}
@@ -109,7 +109,7 @@ def taught_checkpoint(style: str) -> Path:
     """`style`: hermes or llama."""
     source = Path(__file__).read_text() + str(tiny_checkpoint("llama"))
     digest = hashlib.sha256((style + source).encode()).hexdigest()[:16]
-    home = Path(tempfile.gettempdir()) / f"coterie-tiny-{os.getuid()}"
+    home = CHECKPOINTS / "tiny"
     path = home / f"taught-{style}-{digest}"
     with (home / f".lock-{style}").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
