@@ -32,7 +32,7 @@ from coterie.service.submit.load import (
 from coterie.service.submit.predict import LatencyPredictor, LeastSquares, LoadFeatures
 from coterie.service.submit.replicas import EngineGroupLoad, ReplicaSet
 from coterie.service.submit.reservations import MAX_AT_ENGINE, ReservationBook, RetryReservation
-from coterie.service.submit.tenants import JudgedShares
+from coterie.service.submit.tenants import TenantShares
 
 LANE = LaneState("s", 0, 4, 10_000, 10_000, (), frozenset(), 2.0, False, step_s=0.01, block_size=16)
 
@@ -515,7 +515,7 @@ def test_virtual_tokens() -> None:
 
 def test_a_tenant_that_got_more_leaves_room_for_one_that_was_refused() -> None:
     now = [0.0]
-    shares = JudgedShares(lambda: now[0])
+    shares = TenantShares(lambda: now[0])
 
     def request(tenant: str, share: float = 1.0) -> ReplicaRequest:
         return ReplicaRequest(5, tenant, 50, 50, share=share)

@@ -17,7 +17,7 @@ from coterie.core.prefix import PromptPrefixes
 from coterie.service.submit.load import EngineLoad, ReplicaQueue, ReplicaRequest
 from coterie.service.submit.predict import LatencyPredictor
 from coterie.service.submit.reservations import ReservationBook, RetryCalibration
-from coterie.service.submit.tenants import JudgedShares
+from coterie.service.submit.tenants import TenantShares
 from coterie.workers.contract import Replica
 
 # a replica that preempts counts as if it had this many more sequences
@@ -64,7 +64,7 @@ class ReplicaSet:
         self.drained: Callable[[], Collection[str]] = frozenset
         self.shared = shared or EngineGroupLoad((replica.name for replica in replicas), clock)
         self.predictor = LatencyPredictor()
-        self.tenants = JudgedShares(clock)
+        self.tenants = TenantShares(clock)
         # requests that came back when they were told to: admitted, or refused again
         self.retries = {"admitted": 0, "refused": 0}
         self._queues = {

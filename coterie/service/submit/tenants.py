@@ -22,7 +22,7 @@ GUARD, GUARD_SHARE = 1, 0.5
 NEWEST = 0.02
 
 
-class JudgedShares:
+class TenantShares:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._now = clock
         self._counters = VirtualTokenCounters()
