@@ -217,6 +217,16 @@ def test_a_runaway_is_a_breach_of_its_own() -> None:
     assert judged(free, [*usual, *[cut(OPEN, 400)] * 200]) == CLOSED
 
 
+def test_a_demoted_runaway_is_not_what_is_usual() -> None:
+    """Two of three answers of its shadows still do not end; those that do are valid."""
+    breaker, rng = CorrectnessBreaker(SETTINGS), random.Random(1)
+    assert judged(breaker, [GOOD] * 300) == CLOSED
+    assert judged(breaker, [cut(OPEN, 400)] * 40) == SHADOW_ONLY
+    shadows = [GOOD if rng.random() < 0.33 else cut(OPEN, 400) for _ in range(600)]
+    assert judged(breaker, shadows) == SHADOW_ONLY
+    assert judged(breaker, [GOOD] * 60) == CLOSED
+
+
 @pytest.mark.parametrize("kind", [VALID, INVALID, OPEN, UNFORMED, BROKEN, ""])
 def test_low_limits_move_no_breaker(kind: str) -> None:
     """Ten answers of an adversary for each honest one, in both directions."""

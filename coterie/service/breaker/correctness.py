@@ -96,7 +96,8 @@ class CorrectnessBreaker:
         if not self._share.admits(answer.tenant):
             return
         if may_run_away:
-            self.ended.add(not answer.is_cut, is_usual=self._since is None)
+            is_sound = self.state == CLOSED and self._since is None
+            self.ended.add(not answer.is_cut, is_usual=is_sound)
         if answer.kind in (VALID, INVALID):
             self.add(now, answer.kind == VALID)
         elif answer.kind in CUT_KINDS:

@@ -146,7 +146,8 @@ class EndedAnswers:
         self.usual = RecentOutcomes(NEWEST, LEAST)
 
     def add(self, ended: bool, *, is_usual: bool) -> None:
-        """`is_usual`: what leaves the newest may become what is usual; not during a breach."""
+        """`is_usual`: what leaves the newest may become what is usual; not during a breach, and not
+        while demoted: a specialist that still runs away would become its own measure."""
         self._newest.append(ended)
         if len(self._newest) > NEWEST_ENDED:
             oldest = self._newest.popleft()
