@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from coterie.core.child_protocol import serve
-from coterie.core.errors import CoterieError
+from coterie.core.errors import CoterieError, InvalidRequest
 from coterie.core.events import ValidationResult
 from coterie.service.slo.evidence import OPEN
 from coterie.service.validate import code, json_schema
@@ -42,7 +42,8 @@ def _validator_of(first: bytes) -> Callable[[bytes], bytes]:
     return lambda question: encode(_result(decode(question)))
 
 
-def _result(task: ValidationTask) -> ValidationResult | str:
+def _result(task: ValidationTask) -> ValidationResult | str | None:
+    """None if what the caller demands of an answer cannot be checked."""
     try:
         if task.is_prefix:
             return prefix_kind(task.validator, task.argument, task.text)
@@ -50,6 +51,8 @@ def _result(task: ValidationTask) -> ValidationResult | str:
     except CoterieError as error:
         if task.is_prefix:
             return OPEN
+        if isinstance(error, InvalidRequest):
+            return None
         # without a name: the check itself does not work
         return ValidationResult(False, "", error.message)
 

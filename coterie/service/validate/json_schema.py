@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from coterie.core.errors import MissingDependency
+from coterie.core.errors import InvalidRequest, MissingDependency
 from coterie.core.events import ValidationResult
 from coterie.service.validate.base import result_of
 
@@ -53,6 +53,7 @@ def _first_fault(schema_text: str, value: Any) -> str | None:
     except (RecursionError, MemoryError):
         raise
     except Exception as error:
-        # an invalid pattern, a reference without a target, a keyword of the wrong type
-        return f"the schema cannot be used: {type(error).__name__}"
+        # a pattern in another dialect than Python's, a reference without a target: the caller's
+        # fault, and no answer's
+        raise InvalidRequest(f"the schema cannot be used: {type(error).__name__}") from error
     return None if fault is None else f"{fault.json_path}: {fault.message}"

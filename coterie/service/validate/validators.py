@@ -119,7 +119,10 @@ START_S = 30.0
 MAX_PROCESSES = 2
 # answers that may wait for a validator process; further answers are not validated
 MAX_WAITING = 256
-_result_decoder = msgspec.msgpack.Decoder(ValidationResult)
+# None = what the caller demands of an answer cannot be checked
+_result_decoder: msgspec.msgpack.Decoder[ValidationResult | None] = msgspec.msgpack.Decoder(
+    ValidationResult | None
+)
 _kind_decoder = msgspec.msgpack.Decoder(str)
 _encode = msgspec.msgpack.Encoder().encode
 
