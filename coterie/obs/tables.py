@@ -403,7 +403,7 @@ ENSEMBLE_METRICS = (
         "coterie_calibration_labels", "counter",
         "Disagreements of primaries and shadows, by what became of the label: `written`, "
         "`other_checks` (no check found one answer valid and the other not), `unhealthy` (the "
-        "primary was, or too little was known), `not_kept`.",
+        "primary was, or ran a version under test, or too little was known), `not_kept`.",
         ("model_name", "result"),
     ),
     Metric(

@@ -174,21 +174,24 @@ class EnsembleService:
         was_healthy = bool(plan.shadow) and self._is_healthy(plan.specialist, answered_at)
         if run.replica:
             self.control.replica_succeeded(plan.specialist, run.replica)
-        if run.outcome is not None:
-            self._count_health(plan.specialist, run.outcome, answered_at)
+        is_canary = False
         if judged is not None:
-            self.control.judged(plan.specialist, plan.adapters, plan.intent, judged)
+            is_canary = self.control.judged(plan.specialist, plan.adapters, plan.intent, judged)
             if judged.kind in CUT_KINDS:
                 series = self._fleet.registry.value(
                     "coterie_cut_answers", plan.specialist, judged.kind
                 )
                 series.add()
+        if run.outcome is not None and not is_canary:
+            self._count_health(plan.specialist, run.outcome, answered_at)
+        # the faults of a version under test say nothing about who a prompt is for
+        is_sound = was_healthy and not is_canary
         if plan.shadow and self._shadows is not None:
             target = plan.shadow
 
             def on_end(result: str, answer: JudgedAnswer | None) -> None:
                 if self._shadow_ended(run, target, result, answer):
-                    self._label(run, task, answered_at, was_healthy)
+                    self._label(run, task, answered_at, is_sound)
 
             request = shadow_request(run, target)
             task = ShadowTask(request, vendor, target, run.shadow_why, on_end, primary=run)
@@ -228,11 +231,11 @@ class EnsembleService:
         self._fleet.registry.value("coterie_shadows", target, result).add()
         return result == "disagreed"
 
-    def _label(self, run: RequestRun, task: ShadowTask, at: float, was_healthy: bool) -> None:
+    def _label(self, run: RequestRun, task: ShadowTask, at: float, is_sound: bool) -> None:
         name = run.plan.specialist
         watch = self.control.watches.get(name)
         is_bad = watch is None or self._labels.is_bad(watch, self._clock())
-        found = self._labels.labelled(run, task, at, primary_is_healthy=was_healthy and not is_bad)
+        found = self._labels.labelled(run, task, at, primary_is_healthy=is_sound and not is_bad)
         self._fleet.registry.value("coterie_calibration_labels", name, found).add()
 
     def _is_healthy(self, specialist: str, at: float) -> bool:

@@ -10,12 +10,26 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from coterie.cli.main import main
+from coterie.core.config import SpecialistSettings
+from coterie.core.ensemble import EnsembleSettings
+from coterie.core.plan import AdapterChoice, RoutePlan
+from coterie.core.request import InferenceRequest, Limits, RouteHints, Sampling, Text
+from coterie.core.snapshot import EnsembleConfig
+from coterie.obs.metrics import MetricRegistry
+from coterie.service.breaker.control import EnsembleControl
+from coterie.service.breaker.watch import WatchedSpecialist
+from coterie.service.canary import CanarySpec
+from coterie.service.ensemble import EnsembleService
+from coterie.service.plan import RequestRun
 from coterie.service.shadow.calibration import SpecialistHealth
+from coterie.service.shadow.dispatch import DONE, ShadowTask
+from coterie.service.slo.evidence import whole
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.server_process import Served, own_home
 
@@ -210,6 +224,46 @@ def test_health_of_a_specialist_says_since_when_it_is_bad() -> None:
     for at in range(10):
         free.add(float(at), at % 3 > 0)
     assert free.is_healthy()
+
+
+@pytest.mark.parametrize("is_canary", [False, True])
+def test_faults_of_a_version_under_test_are_no_labels(is_canary: bool) -> None:
+    """An expert's new version fails on a prompt, and its shadow does not: the prompt is not the
+    shadow's for that. Neither is the specialist unhealthy for it."""
+    registry, offered = MetricRegistry(), list[ShadowTask]()
+    service = EnsembleService(cast(Any, SimpleNamespace(registry=registry)), cast(Any, None))
+    service._inputs = EnsembleConfig(ensemble=EnsembleSettings(min_judged=8))
+    service._control = EnsembleControl([WatchedSpecialist("base"), WatchedSpecialist("cook")])
+    service._shadows = cast(Any, SimpleNamespace(offer=offered.append))
+    named = {"base": SpecialistSettings(), "cook": SpecialistSettings()}
+    snapshot = SimpleNamespace(config=EnsembleConfig(specialists=named))
+    old, new = AdapterChoice("sql@1", "o" * 64), AdapterChoice("sql@2", "n" * 64)
+    service.control.start_canary(
+        CanarySpec("adapter", "sql", new.digest, old.digest, 0.2, "sql@2"), "ann"
+    )
+
+    def answer(adapter: AdapterChoice, *, valid: bool, shadow: str = "") -> None:
+        plan = RoutePlan("r", "base", (adapter,), Sampling(), 0.9, (), shadow=shadow, trace=None)
+        request = InferenceRequest(
+            "r", Text("How many?"), Sampling(), Limits(), RouteHints(), None, None, "t", 0.0
+        )
+        run = SimpleNamespace(
+            plan=plan, request=request, outcome=valid, judged=whole(valid), routed=None,
+            shadow_why="unsure", replica="", max_tokens=None, tenant=None, snapshot=snapshot,
+        )  # fmt: skip
+        service.answered(cast(RequestRun, run), Sampling())
+
+    for _ in range(8):
+        answer(old, valid=True)
+    answer(new if is_canary else old, valid=False, shadow="cook")
+    [task] = offered
+    task.one_check = True
+    task.on_end(DONE, whole(True))
+    found = "unhealthy" if is_canary else "not_kept"
+    assert f'result="{found}"}} 1' in registry.render()
+    for _ in range(8):
+        answer(new, valid=False)
+    assert service._is_healthy("base", 0.0)
 
 
 @pytest.mark.full

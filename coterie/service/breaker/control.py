@@ -124,11 +124,13 @@ class EnsembleControl:
         adapters: Sequence[AdapterChoice],
         intent: str,
         answer: JudgedAnswer,
-    ) -> None:
-        """An answer that a caller got has ended. Answers of an expert's new version, which few
-        get, count in its canary alone."""
-        if not self.canaries.judged(specialist, adapters, intent, answer):
+    ) -> bool:
+        """An answer that a caller got has ended. Returns whether it is of an expert's new version,
+        which few get: it counts in its canary alone."""
+        is_canary = self.canaries.judged(specialist, adapters, intent, answer)
+        if not is_canary:
             self.judged_alone(specialist, answer)
+        return is_canary
 
     def judged_alone(self, specialist: str, answer: JudgedAnswer) -> None:
         """An answer counts for its specialist and for no canary: that of a shadow, or one that no

@@ -75,13 +75,13 @@ class SpecialistHealth:
     and `floor` is the share of them that must be valid."""
 
     def __init__(self, floor: float, least: int) -> None:
-        self._floor, self._least = floor or USUAL_FLOOR, least
+        self.configure(floor, least)
         # (seconds since 1970, valid), oldest first
         self._answers: deque[tuple[float, bool]] = deque(maxlen=MAX_REMEMBERED)
         self._was_bad = False
 
     def configure(self, floor: float, least: int) -> None:
-        self._floor, self._least = floor or USUAL_FLOOR, least
+        self._floor, self._least = floor or USUAL_FLOOR, min(least, MAX_REMEMBERED)
 
     def add(self, at: float, valid: bool) -> bool:
         """Note an answer. Returns whether it made clear that the specialist is unhealthy."""
