@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.moe import planner_beside
-from benchmarks.moe.planner_beside import MODELS, RealSpeed, candidates, cases, ratios
+from benchmarks.moe.planner_beside import MODELS, RealSpeed, candidates, cases, ratios, rivals
 from benchmarks.moe.random_moe import Shape
 
 
@@ -31,6 +31,13 @@ def test_a_choice_is_judged_at_prompts_first() -> None:
     assert ratios("a", speeds) == (1.0, 0.5)
     # decoding faster than a choice that is better at prompts is no reason to fail it
     assert ratios("c", speeds)[0] == 0.8
+
+
+def test_the_choice_and_its_rivals_run_again() -> None:
+    speeds = {"a": RealSpeed(100, 10), "b": RealSpeed(99, 20), "c": RealSpeed(80, 90)}
+    assert rivals("a", speeds) == ["a", "b"]
+    assert rivals("b", speeds) == ["b", "a"]
+    assert rivals("c", speeds) == ["c", "a"]
 
 
 def test_pairs_are_tried_too_and_the_bound_never() -> None:
