@@ -16,7 +16,7 @@ from coterie.service.meter import RequestMeter
 from coterie.service.plan import RequestRun
 from coterie.service.records.log import InferenceRecords
 from coterie.service.records.store import InferenceRecord
-from coterie.service.slo.evidence import INVALID, OPEN, VALID, JudgedAnswer
+from coterie.service.slo.evidence import BROKEN, INVALID, OPEN, VALID, JudgedAnswer
 from coterie.service.validate.base import AnswerContext
 from coterie.service.validate.generic import GenericValidator
 from coterie.service.validate.validators import AnswerValidators
@@ -50,7 +50,7 @@ class Finisher:
         metrics = metrics_of(run, event, validation)
         # log before the answer is sent: a client that got it must find its record
         digests = tuple(adapter.digest for adapter in run.plan.adapters)
-        run.outcome = _outcome(run, event, validation)
+        run.outcome = outcome_of(run.judged)
         self._records.log(
             InferenceRecord(metrics, own_tenant(run.request.tenant), digests, run.outcome)
         )
@@ -111,24 +111,26 @@ class Finisher:
         self, run: RequestRun, event: Finished, validation: ValidationResult | None
     ) -> JudgedAnswer | None:
         """What the answer says about its specialist. One that its caller cut, with a limit or a
-        stop string, is judged by what it could still become."""
+        stop string, is judged by what it could still become. A stop may come as early as its caller
+        likes: of such an answer only what no continuation could make valid counts."""
         if event.choices[0] not in WHOLE:
             return None
-        kind, limits = "", run.request.limits
+        kind = ""
         if validation is not None and validation.validator != GenericValidator.name:
             kind = VALID if validation.valid else INVALID
-            was_stopped = event.choices[0] == "stop" and bool(limits.stop) and kind == INVALID
-            if was_stopped or _is_cut(run, event):
-                text = "".join(run.texts)
+            if _is_cut(run, event) and validation.valid:
                 kind = OPEN
-                if not validation.valid:
-                    kind = await self._validators.prefix_kind(
-                        text, answer_context(run, _reason(run, event))
-                    )
+            elif _is_cut(run, event) or (run.was_stopped and not validation.valid):
+                kind = await self._validators.prefix_kind(
+                    "".join(run.texts), answer_context(run, _reason(run, event))
+                )
+                if run.was_stopped and kind != BROKEN:
+                    kind = ""
         return JudgedAnswer(
             kind,
             own_tenant(run.request.tenant),
-            event.usage.completion_tokens // run.num_choices,
+            # where its caller stopped it says nothing about its length
+            0 if run.was_stopped else event.usage.completion_tokens // run.num_choices,
             run.max_tokens or 0,
             event.choices[0] == "length",
         )
@@ -173,13 +175,13 @@ def _is_whole(run: RequestRun, event: Finished) -> bool:
     return run.response_format is not None and 0 not in event.unfinished
 
 
-def _outcome(run: RequestRun, event: Finished, validation: ValidationResult | None) -> bool | None:
+def outcome_of(judged: JudgedAnswer | None) -> bool | None:
     """Whether the answer counts for or against its adapters; None if it does not count. An answer
-    that was cut at the caller's limit does not count. Neither does an answer of which only the
-    existence could be checked: adapters whose answers have no form to check would seem the best."""
-    if validation is None or validation.validator == GenericValidator.name:
+    that its caller cut does not count. Neither does an answer of which only the existence could be
+    checked: adapters whose answers have no form to check would seem the best."""
+    if judged is None or judged.kind not in (VALID, INVALID):
         return None
-    return None if _is_cut(run, event) else validation.valid
+    return judged.kind == VALID
 
 
 def _is_cut(run: RequestRun, event: Finished) -> bool:

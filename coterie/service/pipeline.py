@@ -478,8 +478,8 @@ class Pipeline:
                     meter.observe(events)
                     for event in events:
                         if isinstance(event, Delta):
-                            if keeps_text and event.choice == 0:
-                                run.texts.append(event.text)
+                            if keeps_text:
+                                run.read(event)
                         elif isinstance(event, Started):
                             lease.start()
                             event = Started(

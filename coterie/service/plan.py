@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from coterie.core.adapters import AdapterProfile
 from coterie.core.ensemble import TenantSettings
+from coterie.core.events import Delta
 from coterie.core.plan import (
     AdapterChoice,
     AlternateSpecialist,
@@ -212,6 +213,14 @@ class RequestRun:
     was_reduced: bool = False
     # text of the first choice, in pieces; only if it may be validated
     texts: list[str] = field(default_factory=list)
+    # a stop string or token of its caller ended the first choice
+    was_stopped: bool = False
+
+    def read(self, delta: Delta) -> None:
+        """Keep what is needed to validate the answer."""
+        if delta.choice == 0:
+            self.texts.append(delta.text)
+            self.was_stopped = delta.stop_match is not None
 
     @property
     def task_type(self) -> str:

@@ -8,11 +8,17 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coterie.core.config import SpecialistSettings
+from coterie.core.events import Delta, Finished, Timings, Usage
+from coterie.core.request import Limits
+from coterie.core.snapshot import EnsembleConfig
+from coterie.routing.router import Router, Specialist
 from coterie.service.breaker.correctness import (
     CLOSED,
     SHADOW_ONLY,
@@ -20,6 +26,8 @@ from coterie.service.breaker.correctness import (
     CorrectnessBreaker,
 )
 from coterie.service.canary import PROMOTED, ROLLED_BACK, RUNNING, CanarySpec, CanaryTest
+from coterie.service.finish import Finisher, outcome_of
+from coterie.service.plan import RequestRun
 from coterie.service.slo.evidence import (
     BROKEN,
     INVALID,
@@ -30,9 +38,12 @@ from coterie.service.slo.evidence import (
     JudgedShare,
     WholeLengths,
 )
+from coterie.service.snapshot import ServingSnapshot
 from coterie.service.validate.base import AnswerContext
+from coterie.service.validate.command import ValidatorCommands
 from coterie.service.validate.prefix import prefix_kind
 from coterie.service.validate.validators import AnswerValidators
+from tests.helpers.adapters.profiles import BASE, Answers, Fleet, asking
 
 SPEC = CanarySpec("adapter", "sql", "new", "old", 0.5, "sql@2")
 SETTINGS = BreakerSettings(0.8, min_judged=20, breach_s=0.0, recovery_s=0.0)
@@ -144,6 +155,47 @@ def test_a_specialists_checks_judge_what_was_cut(
 
 def cut(kind: str, limit: int, tenant: str = "honest") -> JudgedAnswer:
     return JudgedAnswer(kind, tenant, limit, limit, is_cut=True)
+
+
+@pytest.mark.parametrize(
+    ("stop_match", "text", "kind", "outcome", "length"),
+    [
+        # its caller stopped it, with a text or a token, however early
+        ("x", '{"a": ', "", None, 0),
+        (7, '{"a": ', "", None, 0),
+        ("x", "Here", "", None, 0),
+        ("x", "```json\n{a: ", BROKEN, None, 0),
+        ("x", '{"a": 1}', VALID, True, 0),
+        # stop texts that did not come up change nothing
+        (None, '{"a": ', INVALID, False, 5),
+        (None, '{"a": 1}', VALID, True, 5),
+    ],
+)
+def test_an_answer_that_its_caller_stopped_is_cut(
+    stop_match: str | int | None, text: str, kind: str, outcome: bool | None, length: int
+) -> None:
+    asked = replace(asking("an object"), limits=Limits(stop=("x",), stop_token_ids=(7,)))
+    router = Router([Specialist("base", fingerprint=BASE)], Fleet([], Answers([])))
+    settings = SpecialistSettings(checks=("json",))
+    config = EnsembleConfig(specialists={"base": settings})
+
+    async def main() -> JudgedAnswer | None:
+        validators = AnswerValidators()
+        snapshot = ServingSnapshot(config, router, ValidatorCommands(()))
+        plan = replace(router.plan(asked), trace=None)
+        run = RequestRun(asked, plan, cast(Any, None), 0.0, 0.0, snapshot)
+        run.read(Delta("r", 0, text, (1, 2, 3, 4), finish_reason=None))
+        run.read(Delta("r", 0, "", (5,), finish_reason="stop", stop_match=stop_match))
+        try:
+            end = Finished("r", ("stop",), Usage(3, 5), Timings())
+            return await Finisher(validators, cast(Any, None)).outcome(run, end)
+        finally:
+            await validators.close()
+
+    found = asyncio.run(main())
+    assert found is not None
+    assert (found.kind, found.num_tokens, found.is_cut) == (kind, length, False)
+    assert outcome_of(found) is outcome
 
 
 def test_a_limit_must_leave_room() -> None:

@@ -53,8 +53,7 @@ class ShadowRunner:
                 while end is None:
                     for event in await submitted.events.take():
                         if isinstance(event, Delta):
-                            if event.choice == 0:
-                                run.texts.append(event.text)
+                            run.read(event)
                         elif isinstance(event, Started):
                             lease.start()
                         else:
