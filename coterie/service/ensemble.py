@@ -299,7 +299,9 @@ class EnsembleService:
         profile = self._fleet.catalog.profile(card)
         if profile.answer_pattern or profile.response_format is not None:
             return True
-        settings = (self._inputs.specialists.get(name) for name in self._fleet.router.fits(card))
+        # a reload may have been since the last request
+        specialists = self._fleet.snapshot.config.specialists
+        settings = (specialists.get(name) for name in self._fleet.router.fits(card))
         return any(item and (judging(item.checks) or item.slo.correctness) for item in settings)
 
     def start_specialist_canary(

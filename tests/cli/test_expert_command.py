@@ -10,13 +10,16 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from coterie.cli.expert import actions as expert_actions
+from coterie.cli.expert import command
 from coterie.cli.expert.state import experts_dir
 from coterie.cli.main import COMMANDS, build_parser, main
 from coterie.cli.terminal import table
+from coterie.core.errors import Conflict
 from coterie.packages.archive import inspect
 from coterie.packages.paths import digest_of
 from coterie.routing.match import learn
@@ -118,6 +121,10 @@ def test_versions_names_and_pins(home: Path, capsys: Capture) -> None:
     # no server is asked, and without one it says what to do
     away = ("--url", "http://127.0.0.1:9")
     assert "promote sql --now" in refused(capsys, "expert", "promote", "sql", *away)
+    with pytest.MonkeyPatch.context() as patch:
+        # what a server refuses is no reason to go round it
+        patch.setattr(command, "ask", Mock(side_effect=Conflict("a canary for sql is running")))
+        assert refused(capsys, "expert", "promote", "sql").endswith("is running")
     assert run(capsys, "expert", "promote", "sql", "--now")["version"] == "2.0.0"
     assert run(capsys, "expert", "show", "sql")["version"] == "2.0.0"
     assert run(capsys, "expert", "rollback", "sql")["version"] == "1.0.0"

@@ -12,11 +12,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from coterie.core.config import load
+from coterie.core.config import SpecialistSettings, load
 from coterie.core.errors import Conflict, InvalidRequest, NotFound, Overloaded, Saturated
 from coterie.core.events import Event, Finished
 from coterie.core.request import (
@@ -28,10 +29,12 @@ from coterie.core.request import (
     RouteHints,
     Sampling,
 )
+from coterie.core.snapshot import EnsembleConfig
 from coterie.routing.classify.traffic import read_traffic
 from coterie.routing.match.embed import static
 from coterie.service.adapters.admin import InstallName
 from coterie.service.build import build
+from coterie.service.ensemble import EnsembleService
 from coterie.service.pipeline import Pipeline
 from coterie.service.slo.evidence import whole
 from tests.helpers.folders import temporary_folder
@@ -391,6 +394,21 @@ def test_the_operator(ensemble_home: Path) -> None:
             assert rejected['{model_name="sql",code="overloaded"}'] == 1
 
     run(test())
+
+
+def test_whether_a_version_can_be_judged_is_read_from_the_settings_of_now() -> None:
+    """A reload gave its specialist checks, and no request came since: it must be a canary."""
+    plain = SimpleNamespace(answer_pattern="", response_format=None)
+    settings = {"sql": SpecialistSettings(checks=("json",))}
+    fleet = SimpleNamespace(
+        catalog=SimpleNamespace(profile=lambda card: plain),
+        router=SimpleNamespace(fits=lambda card: ("sql",)),
+        snapshot=SimpleNamespace(config=EnsembleConfig(specialists=settings)),
+    )
+    service = EnsembleService(cast(Any, fleet), cast(Any, None))
+    assert service._is_judged(cast(Any, None))
+    settings.clear()
+    assert not service._is_judged(cast(Any, None))
 
 
 @pytest.mark.full

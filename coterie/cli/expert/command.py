@@ -14,7 +14,7 @@ from coterie.cli.expert import evaluate as testing
 from coterie.cli.options import size
 from coterie.cli.terminal import ActionMenu, choose, show
 from coterie.core.adapters import DEFAULTS
-from coterie.core.errors import CoterieError
+from coterie.core.errors import Unavailable
 
 HELP = "pack, sign, verify and install experts: adapters for a base model"
 EPILOG = """\
@@ -154,7 +154,7 @@ def promote(args: argparse.Namespace) -> int:
         return show(args, report, _canary_text(report))
     try:
         report = ask(args, "POST", f"/v1/experts/{quote(args.name, safe='@')}/promote")
-    except CoterieError as error:
+    except Unavailable as error:
         error.message += f"; without a canary: coterie expert promote {args.name} --now"
         raise
     figures = report["canary"]
