@@ -47,22 +47,18 @@ class MessageReader:
     async def read(
         self, messages: AsyncIterator[bytes], kind: type[Message], tenant: str
     ) -> Message:
-        """The first message of a call."""
-        raw = await self.next(messages, tenant)
-        if raw is None:
-            raise InvalidRequest("the call has no message")
-        return await aside(len(raw), decoded, kind, raw)
-
-    async def next(self, messages: AsyncIterator[bytes], tenant: str) -> bytes | None:
-        """The next message of a call; None after its last one."""
+        """The message of a call."""
         async with self._reads.setdefault(tenant, asyncio.Semaphore(MAX_READS)):
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return await anext(messages, None)
+                    raw = await anext(messages, None)
             except TimeoutError:
                 raise InvalidRequest(
                     f"the message did not arrive within {self._timeout_s:g} s"
                 ) from None
+        if raw is None:
+            raise InvalidRequest("the call has no message")
+        return await aside(len(raw), decoded, kind, raw)
 
 
 def decoded(kind: type[Message], raw: bytes) -> Message:

@@ -5,13 +5,10 @@ Imported only if `server.grpc_port` is set, because grpcio is an optional depend
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
-from grpc_health.v1 import health_pb2 as pb
-from grpc_reflection.v1alpha import reflection, reflection_pb2
+from grpc_reflection.v1alpha import reflection
 
 from coterie.api.auth import AccessKeys
 from coterie.api.native.infer_body import InferBodyReader
@@ -20,21 +17,17 @@ from coterie.api.transport.grpc_calls import (
     GrpcDoor,
     GrpcServices,
     InferenceCalls,
-    handler,
     methods,
 )
-from coterie.api.transport.grpc_messages import MessageReader, decoded
+from coterie.api.transport.grpc_open import HEALTH, HealthCalls, OpenCalls, ReflectionCalls
 from coterie.core.config import ServerSettings
-from coterie.core.errors import ConfigError, InvalidRequest
-from coterie.core.request import OPEN_TENANT
+from coterie.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from coterie.service.pipeline import Pipeline
 
 # running calls of one connection, and of all; further calls wait, or are refused
 MAX_STREAMS, MAX_CALLS = 1024, 4096
-# time for a message of a call that needs no key
-OPEN_READ_S = 5.0
 # time between two keepalive pings, and time to answer one
 PING_MS = 20_000
 
@@ -73,13 +66,15 @@ class GrpcServer:
             pipeline, pipeline.jobs, pipeline.records, body_reader, pipeline.receipts
         )
         calls = InferenceCalls(services)
-        health = HealthCalls(lambda: pipeline.health().ready)
+        names = (SERVICE, HEALTH, reflection.SERVICE_NAME)
+        health = HealthCalls(lambda: pipeline.health().ready, names[:2])
+        opened = OpenCalls()
         generic = grpc.method_handlers_generic_handler
         self._server.add_generic_rpc_handlers(
             (
                 generic(SERVICE, methods(calls, GrpcDoor(keys, settings, pipeline.tracer))),
-                generic(NAME, health.methods()),
-                generic(reflection.SERVICE_NAME, ReflectionCalls().methods()),
+                generic(HEALTH, opened.handlers(health.methods())),
+                generic(names[2], opened.handlers(ReflectionCalls(names).methods())),
             )
         )
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -102,80 +97,3 @@ def _bound(server: grpc.aio.Server, host: str, port: int) -> int:
             "(0 = any free one)",
             param="server.grpc_port",
         ) from error
-
-
-NAME = "grpc.health.v1.Health"
-POLL_S = 0.5
-_Status = pb.HealthCheckResponse
-
-
-class HealthCalls:
-    """`is_ready` says whether requests can be served now."""
-
-    def __init__(self, is_ready: Callable[[], bool]) -> None:
-        self._is_ready = is_ready
-
-    async def check(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-        service = await _service(messages, context)
-        if not _is_known(service):
-            await context.abort(grpc.StatusCode.NOT_FOUND, "this server has no such service")
-        yield _Status(status=self._status(service))
-
-    async def watch(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-        """Send the status now, and each time it changes."""
-        service = await _service(messages, context)
-        sent = None
-        while True:
-            status = self._status(service)
-            if status != sent:
-                sent = status
-                yield _Status(status=status)
-            await asyncio.sleep(POLL_S)
-
-    def _status(self, service: str) -> Any:
-        if not _is_known(service):
-            return _Status.SERVICE_UNKNOWN
-        return _Status.SERVING if self._is_ready() else _Status.NOT_SERVING
-
-    def methods(self) -> dict[str, Any]:
-        return {"Check": handler(self.check), "Watch": handler(self.watch)}
-
-
-class ReflectionCalls:
-    """Says which services and messages there are; that is public."""
-
-    def __init__(self) -> None:
-        names = (SERVICE, NAME, reflection.SERVICE_NAME)
-        self._servicer = reflection.aio.ReflectionServicer(names)
-
-    async def info(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-        async def requests() -> AsyncIterator[Any]:
-            while (raw := await _open_reader.next(messages, OPEN_TENANT)) is not None:
-                yield decoded(reflection_pb2.ServerReflectionRequest, raw)
-
-        try:
-            async for answer in self._servicer.ServerReflectionInfo(requests(), context):
-                yield answer
-        except InvalidRequest as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
-
-    def methods(self) -> dict[str, Any]:
-        return {"ServerReflectionInfo": handler(self.info)}
-
-
-# of calls that need no key
-_open_reader = MessageReader(OPEN_READ_S)
-
-
-async def _service(messages: AsyncIterator[bytes], context: Any) -> str:
-    """The service whose health is asked for."""
-    try:
-        request = await _open_reader.read(messages, pb.HealthCheckRequest, OPEN_TENANT)
-    except InvalidRequest as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
-        raise
-    return str(request.service)
-
-
-def _is_known(service: str) -> bool:
-    return service in ("", SERVICE, NAME)

@@ -19,7 +19,7 @@ def window(num_bytes: int) -> bytes:
     return frame(SETTINGS, 0, 0, struct.pack("!HI", 4, num_bytes))
 
 
-def call(stream: int, path: str, key: str) -> bytes:
+def call(stream: int, path: str, key: str = "") -> bytes:
     """The head of a gRPC call; its message follows in DATA frames."""
     fields = {
         ":method": "POST",
@@ -28,8 +28,9 @@ def call(stream: int, path: str, key: str) -> bytes:
         ":authority": "localhost",
         "te": "trailers",
         "content-type": "application/grpc",
-        "authorization": f"Bearer {key}",
     }
+    if key:
+        fields["authorization"] = f"Bearer {key}"
     block = b"".join(_literal(name, value) for name, value in fields.items())
     return frame(HEADERS, END_HEADERS, stream, block)
 
