@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import grpc
@@ -386,6 +386,45 @@ def test_a_call_without_a_key_is_refused_before_its_message(channel: grpc.Channe
     assert refused.value.code() is _Code.UNAUTHENTICATED
 
 
+def test_calls_without_a_key_keep_no_probe_out(stub: Stub, grpc_server: Served) -> None:
+    """Anybody may open them: watched statuses, messages that never come, answers that are never
+    read. The oldest ones of their address end."""
+    found = re.search(r"gRPC on (\S+):(\d+)", grpc_server.log())
+    assert found
+    address = (found[1], int(found[2]))
+    health = "/grpc.health.v1.Health/"
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_connection(address)) for _ in range(5)]
+        for sock in sockets:
+            # so that no reset of a call closes the connection of one that reads
+            sock.sendall(http2_frames.PREFACE + http2_frames.window(0))
+            calls = b""
+            for i in range(900):
+                stream, name = 1 + 2 * i, ("Watch", "Check")[i % 2]
+                calls += http2_frames.call(stream, health + name)
+                if name == "Watch":
+                    calls += http2_frames.message(stream, b"")
+            sock.sendall(calls)
+        with grpc.insecure_channel(f"{found[1]}:{found[2]}") as channel:
+            probe = health_pb2_grpc.HealthStub(channel)
+            deadline = time.monotonic() + 30
+            # of so many new calls at once gRPC itself cancels some
+            while not is_serving(probe):
+                assert time.monotonic() < deadline
+            for _ in range(5):
+                assert is_serving(probe) and stub.infer(max_tokens=1).tokens_generated == 1
+    assert '"level":"error"' not in grpc_server.log()
+
+
+def is_serving(probe: health_pb2_grpc.HealthStub) -> bool:
+    try:
+        answer = probe.Check(health_pb2.HealthCheckRequest(), timeout=5)
+    except grpc.RpcError as error:
+        assert error.code() is _Code.CANCELLED, error
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
 def test_answers_that_are_never_read_are_given_up(stub: Stub, grpc_server: Served) -> None:
     """A client that takes no byte, and answers the server's pings or not, holds no call for ever;
     others are served meanwhile."""
@@ -405,6 +444,25 @@ def test_answers_that_are_never_read_are_given_up(stub: Stub, grpc_server: Serve
             assert stub.infer(max_tokens=1).tokens_generated == 1
             time.sleep(0.2)
         assert metric(grpc_server, "coterie_gateway_open_streams") == 0
+    assert '"level":"error"' not in grpc_server.log()
+
+
+def test_a_client_that_goes_while_it_is_written_to_is_no_error(grpc_server: Served) -> None:
+    found = re.search(r"gRPC on (\S+):(\d+)", grpc_server.log())
+    assert found
+    raw = pb.InferRequest(prompt="x", max_tokens=400).SerializeToString()
+    before = grpc_server.log().count('"status":499')
+    with socket.create_connection((found[1], int(found[2]))) as sock:
+        sock.sendall(http2_frames.PREFACE + http2_frames.window(0))
+        path = f"/{SERVICE}/InferStream"
+        for stream in (1, 3, 5):
+            sock.sendall(http2_frames.call(stream, path, KEY) + http2_frames.message(stream, raw))
+        # none of their events can be written
+        time.sleep(1.0)
+    deadline = time.monotonic() + 30
+    while grpc_server.log().count('"status":499') < before + 3:
+        assert time.monotonic() < deadline, grpc_server.log()
+        time.sleep(0.05)
     assert '"level":"error"' not in grpc_server.log()
 
 

@@ -246,9 +246,11 @@ class GrpcDoor:
         try:
             async with asyncio.timeout(self._write_timeout_s):
                 await context.write(answer)
-        except TimeoutError:
-            # gRPC can send no status to a client that takes nothing; the call's work ends here
-            call.exchange.reason = "write_timeout"
+        except (TimeoutError, grpc.aio.InternalError) as error:
+            # gRPC can send no status to a client that takes nothing, or that has gone; the call's
+            # work ends here
+            if isinstance(error, TimeoutError):
+                call.exchange.reason = "write_timeout"
             raise asyncio.CancelledError from None
 
 
