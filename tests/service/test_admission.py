@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from coterie.core.errors import Overloaded, Saturated
+from coterie.core.events import Finished, Timings, Usage
 from coterie.core.fair_share import MAX_ABSENT, VirtualTokenCounters
 from coterie.core.plan import Assignment, LaneState
 from coterie.core.prefix import SHORT_BYTES, extend_chain, is_published, root_digest
 from coterie.core.request import Limits, Sampling
+from coterie.obs.metrics import MetricRegistry
 from coterie.service.submit.admission import (
     MAX_RETRY_AFTER_S,
     Admission,
@@ -32,6 +37,7 @@ from coterie.service.submit.load import (
 from coterie.service.submit.predict import LatencyPredictor, LeastSquares, LoadFeatures
 from coterie.service.submit.replicas import EngineGroupLoad, ReplicaSet
 from coterie.service.submit.reservations import MAX_AT_ENGINE, ReservationBook, RetryReservation
+from coterie.service.submit.submitter import SubmittedRequest
 from coterie.service.submit.tenants import TenantShares
 
 LANE = LaneState("s", 0, 4, 10_000, 10_000, (), frozenset(), 2.0, False, step_s=0.01, block_size=16)
@@ -603,3 +609,34 @@ def test_the_rounds_of_a_profile() -> None:
             assert profile.rounds(num_tokens) == pytest.approx(expected)
         shifted = profile.after(5).rounds(10)
         assert shifted[1] == pytest.approx(sum(min(max(tokens - 5, 0), 10) for tokens in left))
+
+
+@pytest.mark.parametrize(
+    ("deadline_in_s", "event", "counted"),
+    [
+        # the engine ended it; and the gateway, because the worker was silent
+        (5.0, Finished("r", ("timeout",), Usage(3, 0), Timings()), True),
+        (-0.01, None, True),
+        # its caller left in time, or it has no deadline
+        (5.0, None, False),
+        (None, None, False),
+    ],
+)
+def test_a_deadline_that_nobody_promised_is_counted_as_cut(
+    deadline_in_s: float | None, event: Finished | None, counted: bool
+) -> None:
+    world, registry = World(), MetricRegistry()
+    series = SimpleNamespace(registry=registry)
+    served = SimpleNamespace(name="s", replicas=world.replicas, series=series)
+    work = asked(1)
+    request = world.admit(work).request
+    request.deadline = None if deadline_in_s is None else time.monotonic() + deadline_in_s
+
+    async def main() -> None:
+        replica = cast(Any, world.members[0])
+        submitted = SubmittedRequest(world.admission, cast(Any, served), replica, work, request)
+        submitted.events.end(event)
+
+    asyncio.run(main())
+    line = 'coterie_deadlines_total{model_name="s",outcome="cut"} 1'
+    assert (line in registry.render()) == counted

@@ -191,10 +191,18 @@ class SubmittedRequest:
             served.replicas, self._queue, self._request, is_whole=is_whole
         )
         outcome = "" if is_met is None else "met" if is_met else "missed"
-        if event is not None and "timeout" in event.choices and is_met is None:
+        if is_met is None and self._is_cut(event):
             outcome = "cut"
         if outcome:
             served.series.registry.value("coterie_deadlines", served.name, outcome).add()
+
+    def _is_cut(self, event: Finished | None) -> bool:
+        """Whether its deadline ended it. Without an event the gateway did: the worker was silent
+        at the deadline and for a while after."""
+        if event is not None:
+            return "timeout" in event.choices
+        deadline = self._request.deadline
+        return deadline is not None and time.monotonic() >= deadline
 
 
 async def assignment(run: RequestRun, virtual_tokens: int, grammars: GrammarCheck) -> Assignment:
