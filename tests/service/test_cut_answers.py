@@ -79,6 +79,8 @@ KINDS = [
     ("python", "", "```python\ndef f(x)\n    return x\nprint(", BROKEN),
     ("python", "", "```python\nfor x in y z: pri", BROKEN),
     ("python", "", "```python\nx = 'it is", OPEN),
+    ("python", "", "```python\n# pip install ada\n```\nThen", OPEN),
+    ("code", "sql", "```sql\n-- all\n```\n```sql\nSELECT", OPEN),
     ("pattern", "a+", "bbbb", OPEN),
     ("grammar", "length", "a", OPEN),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -95,6 +95,17 @@ def blocks(text: str) -> list[CodeBlock]:
     if mark:
         code_blocks.append(CodeBlock(language, "".join(lines), is_closed=False))
     return code_blocks
+
+
+# of a block; one beside others is no fault, such as how a package is installed
+ONLY_COMMENTS = "there is no code, only comments"
+
+
+def first_fault(faults: Iterable[str | None]) -> str | None:
+    """Of an answer whose blocks have these faults."""
+    found = list(faults)
+    real = next((fault for fault in found if fault and fault != ONLY_COMMENTS), None)
+    return real or (None if None in found else ONLY_COMMENTS)
 
 
 def programs(text: str) -> list[CodeBlock]:

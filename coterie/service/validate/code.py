@@ -11,7 +11,13 @@ from typing import Any
 
 from coterie.core.errors import MissingDependency
 from coterie.core.events import ValidationResult
-from coterie.service.validate.base import CodeBlock, programs, result_of
+from coterie.service.validate.base import (
+    ONLY_COMMENTS,
+    CodeBlock,
+    first_fault,
+    programs,
+    result_of,
+)
 from coterie.service.validate.json_text import JsonValidator
 from coterie.service.validate.python_code import NAMES, syntax_fault
 
@@ -55,8 +61,7 @@ class CodeValidator:
 
     def _fault(self, text: str) -> str | None:
         code_blocks = self.judged_blocks(text) or [CodeBlock("", text)]
-        faults = (self.block_fault(block) for block in code_blocks)
-        return next((fault for fault in faults if fault), None)
+        return first_fault(self.block_fault(block) for block in code_blocks)
 
     def block_fault(self, block: CodeBlock) -> str | None:
         language = canonical(block.language) or self._language
@@ -88,7 +93,7 @@ def tree_fault(language: str, code: str) -> str | None:
     root = parser(language).parse(code.encode("utf-8", "replace")).root_node
     if not root.has_error:
         is_code = any(not child.is_extra for child in root.children)
-        return None if is_code else "there is no code, only comments"
+        return None if is_code else ONLY_COMMENTS
     node = root
     # go down to the first child with an error, without recursion
     while not (node.is_error or node.is_missing):

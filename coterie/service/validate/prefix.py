@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from coterie.service.slo.evidence import BROKEN, OPEN, UNFORMED
-from coterie.service.validate.base import CodeBlock, blocks, in_language
+from coterie.service.validate.base import ONLY_COMMENTS, CodeBlock, blocks, in_language
 from coterie.service.validate.code import GRAMMARS, CodeValidator, canonical, parser
 from coterie.service.validate.json_text import JsonValidator
 from coterie.service.validate.python_code import NAMES
@@ -80,7 +80,7 @@ def _code(text: str, language: str) -> str:
     if last.is_closed:
         complete.append(last)
     check = CodeValidator(language).block_fault
-    if any(check(block) for block in complete):
+    if any(check(block) not in (None, ONLY_COMMENTS) for block in complete):
         return BROKEN
     if last.is_closed or not last.code.strip():
         return OPEN

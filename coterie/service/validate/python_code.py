@@ -10,7 +10,14 @@ import textwrap
 import warnings
 
 from coterie.core.events import ValidationResult
-from coterie.service.validate.base import TOO_DEEP, in_language, programs, result_of
+from coterie.service.validate.base import (
+    ONLY_COMMENTS,
+    TOO_DEEP,
+    first_fault,
+    in_language,
+    programs,
+    result_of,
+)
 
 NAMES = frozenset({"python", "py", "python3", "py3"})
 
@@ -27,7 +34,7 @@ class PythonValidator:
 
 def _fault(text: str) -> str | None:
     codes = [block.code for block in in_language(programs(text), NAMES)]
-    return next((wrong for code in codes or [text] if (wrong := syntax_fault(code))), None)
+    return first_fault(syntax_fault(code) for code in codes or [text])
 
 
 def syntax_fault(code: str) -> str | None:
@@ -43,4 +50,4 @@ def syntax_fault(code: str) -> str | None:
         return TOO_DEEP
     except ValueError as error:
         return str(error)
-    return None if program.body else "there is no code, only comments"
+    return None if program.body else ONLY_COMMENTS
