@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -35,3 +36,14 @@ def test_it_runs(name: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "|" in done.stdout or "{" in done.stdout
+
+
+@pytest.mark.full
+def test_a_short_soak(tmp_path: Path) -> None:
+    """One kill and two reloads, every kind of client, nothing lost and nothing different."""
+    command = [sys.executable, "-m", "benchmarks.serving.soak", "--json", str(tmp_path / "json")]
+    command += ["--minutes", "0.3", "--kill-every", "8", "--reload-every", "6", "--load", "1"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert json.loads((tmp_path / "json").read_text())["totals"]["ended"] > 20
