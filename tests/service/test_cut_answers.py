@@ -42,6 +42,7 @@ from coterie.service.snapshot import ServingSnapshot
 from coterie.service.validate.base import AnswerContext
 from coterie.service.validate.command import ValidatorCommands
 from coterie.service.validate.prefix import prefix_kind
+from coterie.service.validate.table import VALIDATORS
 from coterie.service.validate.validators import AnswerValidators
 from tests.helpers.adapters.profiles import BASE, Answers, Fleet, asking
 
@@ -81,6 +82,14 @@ KINDS = [
     ("python", "", "```python\nx = 'it is", OPEN),
     ("python", "", "```python\n# pip install ada\n```\nThen", OPEN),
     ("code", "sql", "```sql\n-- all\n```\n```sql\nSELECT", OPEN),
+    # a later block that names the language takes the place of one that names none
+    ("json", "", "```\n$ ls -l\n```\nprints", UNFORMED),
+    ("code", "sql", "```\n$ ls -l (\n```\nThen", UNFORMED),
+    ("python", "", "```\nfor x in y z: pri", UNFORMED),
+    # python judges no other language
+    ("python", "", "```bash\nif (\n```\nThen", OPEN),
+    ("python", "", "```python\ndef f(\n```", BROKEN),
+    ("python", "", "```json\n{a: 1}\n```\n```python\nprint(", OPEN),
     ("pattern", "a+", "bbbb", OPEN),
     ("grammar", "length", "a", OPEN),
 ]
@@ -135,6 +144,36 @@ def test_every_beginning_of_a_program_is_open() -> None:
         if any(char.isalnum() for char in PYTHON[:end]) or end < 16:
             assert prefix_kind("python", "", PYTHON[:end]) == OPEN, PYTHON[:end]
             assert prefix_kind("python", "", f"So:\n```python\n{PYTHON[:end]}") == OPEN
+
+
+PIECES = [
+    "Sure:\n",
+    "Done.\n",
+    "```\n$ ls -l\n```\n",
+    "```\n[1, 2]\n```\n",
+    "```\n  a table?\n```\n",
+    "```text\nout (\n```\n",
+    "```bash\npip install x\n```\n",
+    "```js\nlet x = {\n```\n",
+    '```json\n{"a": [1]}\n```\n',
+    "```python\n# of all\n```\n",
+    "```python\nx = [1,\n 2]\n```\n",
+    "```sql\nSELECT a FROM t;\n```\n",
+]
+
+
+@pytest.mark.parametrize(
+    ("validator", "argument"), [("json", ""), ("python", ""), ("code", "sql"), ("code", "python")]
+)
+def test_no_beginning_of_a_valid_answer_is_broken(validator: str, argument: str) -> None:
+    rng, found = random.Random(1), 0
+    for _ in range(400):
+        text = "".join(rng.choices(PIECES, k=rng.randint(1, 5)))
+        if VALIDATORS[validator](argument).check(text).valid:
+            found += 1
+            for end in rng.sample(range(1, len(text)), min(12, len(text) - 1)):
+                assert prefix_kind(validator, argument, text[:end]) != BROKEN, (text, text[:end])
+    assert found > 30
 
 
 @pytest.fixture(scope="module")

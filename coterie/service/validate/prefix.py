@@ -1,9 +1,10 @@
 """What an answer that was cut could still become: open, unformed or broken (`slo/evidence.py`).
 
 Broken is certain: JSON that no text can complete, a Python line that no later line can mend, a
-complete code block with a fault, or a long run without a letter or digit. Unformed is a text that
-is neither a beginning of the form nor followed by a code block yet, such as words before it. A
-form that cannot be judged by its beginning, such as a pattern's, leaves the answer open.
+complete code block with a language and a fault, or a long run without a letter or digit. Unformed
+is a text that is neither a beginning of the form nor followed by a code block yet, such as words
+before it. A form that cannot be judged by its beginning, such as a pattern's, leaves the answer
+open.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 
 from coterie.service.slo.evidence import BROKEN, OPEN, UNFORMED
-from coterie.service.validate.base import ONLY_COMMENTS, CodeBlock, blocks, in_language
+from coterie.service.validate.base import ONLY_COMMENTS, CodeBlock, blocks, in_language, programs
 from coterie.service.validate.code import GRAMMARS, CodeValidator, canonical, parser
 from coterie.service.validate.json_text import JsonValidator
 from coterie.service.validate.python_code import NAMES
@@ -33,6 +34,8 @@ _INCOMPLETE = ast.PyCF_ONLY_AST | 0x4000 | 0x200
 _NUMBER_AT = re.compile(r"invalid number \(byte (\d+)\)")
 # faults that the parser finds at a token and no later token can mend
 _CERTAIN = ("invalid syntax", "invalid character", "invalid non-printable character")
+# of a code block, cut itself
+_LAST_MARK = re.compile(r"(?<=\n)[ \t]*(?:`{1,2}|~{1,2})\Z")
 _STRUCTURED = frozenset({"json", "json_schema", "python", "code"})
 
 
@@ -42,10 +45,13 @@ def prefix_kind(validator: str, argument: str, text: str) -> str:
         return OPEN
     if len(text) >= NOISE_CHARACTERS and not any(char.isalnum() for char in text):
         return BROKEN
+    text = _LAST_MARK.sub("", text)
     try:
         if validator in ("json", "json_schema"):
             return _json(text, validator == "json_schema" or argument == "object", argument)
-        return _code(text, "python" if validator == "python" else canonical(argument))
+        if validator == "python":
+            return _code(text, "python", in_language(programs(text), NAMES))
+        return _code(text, canonical(argument), CodeValidator(argument).judged_blocks(text))
     except (RecursionError, MemoryError):
         return BROKEN
 
@@ -59,8 +65,14 @@ def _json(text: str, strict: bool, argument: str) -> str:
     for block in in_language(blocks(text), ("json",)):
         fault = JsonValidator().check(block.code).error
         if fault and (block.is_closed or not _is_json_beginning(block.code)):
-            return BROKEN
+            return _broken_in(block)
     return OPEN if blocks(text) else UNFORMED
+
+
+def _broken_in(block: CodeBlock) -> str:
+    """The kind of an answer with a fault in this block. One that names no language is not judged
+    any more if a later one does."""
+    return BROKEN if block.language else UNFORMED
 
 
 def _is_json_beginning(text: str) -> bool:
@@ -73,18 +85,20 @@ def _is_json_beginning(text: str) -> bool:
     return True
 
 
-def _code(text: str, language: str) -> str:
+def _code(text: str, language: str, judged: list[CodeBlock]) -> str:
     if not blocks(text):
         return OPEN if _beginning(text, language) == OPEN else UNFORMED
-    *complete, last = CodeValidator(language).judged_blocks(text) or [CodeBlock("", "", False)]
+    *complete, last = judged or [CodeBlock("", "", False)]
     if last.is_closed:
         complete.append(last)
     check = CodeValidator(language).block_fault
-    if any(check(block) not in (None, ONLY_COMMENTS) for block in complete):
-        return BROKEN
+    for block in complete:
+        if check(block) not in (None, ONLY_COMMENTS):
+            return _broken_in(block)
     if last.is_closed or not last.code.strip():
         return OPEN
-    return _beginning(last.code, canonical(last.language) or language)
+    kind = _beginning(last.code, canonical(last.language) or language)
+    return _broken_in(last) if kind == BROKEN else kind
 
 
 def _beginning(code: str, language: str) -> str:
