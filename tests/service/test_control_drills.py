@@ -711,3 +711,14 @@ def test_what_is_refused_is_what_exceeds(asked: list[tuple[int, str, int]], surp
     for priority, found in rates.items():
         below = [rate for level, some in rates.items() if level < priority for rate in some]
         assert min(found) == 1.0 or not any(below)
+
+
+def test_a_changed_share_counts_at_once() -> None:
+    demand = DemandShares()
+    for share in (1.0, 3.0):
+        for tenant, its_share in (("a", share), ("b", 1.0)):
+            for _ in range(30):
+                demand.add(5, tenant, its_share, 0.0)
+        # half of it is refused
+        one, other = (demand.accepted(5, tenant, 0.5) for tenant in "ab")
+        assert one == pytest.approx(share * other)

@@ -130,10 +130,10 @@ class DemandShares:
         if age > 10.0:
             self._fade(weight)
             self._began_at, weight = now, 1.0
-        if tenant not in self._shares:
-            if len(self._shares) >= MAX_TENANTS:
-                tenant, share = "", 1.0
-            self._shares[tenant] = share
+        if tenant not in self._shares and len(self._shares) >= MAX_TENANTS:
+            tenant, share = "", 1.0
+        # a reload may have changed it
+        self._shares[tenant] = share
         asked = self._asked.setdefault(priority, {})
         asked[tenant] = asked.get(tenant, 0.0) + weight
 
