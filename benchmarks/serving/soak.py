@@ -184,6 +184,7 @@ class Soak:
             try:
                 async with asyncio.timeout(kinds.REQUEST_S):
                     answer = await case.ask(self.clients[key])
+                agrees = case.agrees(self.expected[case.name], answer)
             except Exception as error:
                 again = kinds.refusal(error)
                 if again is None:
@@ -195,7 +196,7 @@ class Soak:
                 counts["retried"] += 1
                 continue
             counts["ended"] += 1
-            if not case.agrees(self.expected[case.name], answer):
+            if not agrees:
                 self.fail(case, begun, answer)
             return
         self.fail(case, begun, TimeoutError(f"refused {MAX_TRIES} times"))
@@ -387,11 +388,8 @@ class Soak:
         by_kind: dict[str, list[SoakCase]] = defaultdict(list)
         for case in cases():
             by_kind[case.kind].append(case)
-        users = [
-            asyncio.create_task(self.user(*item))
-            for item in by_kind.items()
-            if item[0] != IN_A_KILL
-        ]
+        by_kind.pop(IN_A_KILL)
+        users = [asyncio.create_task(self.guarded(self.user(*one))) for one in by_kind.items()]
         others = (self.kill_workers(), self.reload(), self.change_experts(), self.watch())
         tasks = [asyncio.create_task(self.guarded(one)) for one in others]
         for number in (signal.SIGINT, signal.SIGTERM):
