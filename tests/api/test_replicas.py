@@ -21,20 +21,28 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.helpers.adapters.peft_adapters import make_adapter
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.server_process import Served, own_home
 
-STREAMS = 8
 KILLS = 10
 # a stream may pause this long while the other replica has room
 MAX_PAUSE_S = 3.0
 # of the drill's streams: the prompts are so different that no two share a beginning
-LENGTHS = (300, 320, 340, 360, 380, 400, 420, 440)
+LENGTHS = (300, 320, 340, 360, 380, 400, 420, 440, 350, 390)
+STREAMS = len(LENGTHS)
+ADMIN = "an-admin-key-of-the-replicas"
+ADAPTERS = ("lora", "soft_prompt")
 
 
 def serve(folder: Path, backoff_s: float) -> Served:
-    file = folder / "coterie.toml"
+    file, model = folder / "coterie.toml", tiny_checkpoint("llama", max_position_embeddings=8192)
+    keys = folder / "keys.txt"
+    keys.write_text(f"{ADMIN}\n")
     file.write_text(f"""
+        [server]
+        admin_key_file = "{keys}"
+        allow_unsigned = true
         [engine]
         kv_bytes = "64MB"
         threads = 1
@@ -42,11 +50,16 @@ def serve(folder: Path, backoff_s: float) -> Served:
         max_restart_backoff_s = {backoff_s}
         [[specialists]]
         name = "tiny"
-        model = "{tiny_checkpoint("llama", max_position_embeddings=8192)}"
+        model = "{model}"
         dtype = "fp32"
         replicas = 2
     """)
-    return Served("--config", str(file), COTERIE_HOME=str(own_home(folder / "home")))
+    served = Served("--config", str(file), COTERIE_HOME=str(own_home(folder / "home")))
+    for seed, kind in enumerate(ADAPTERS):
+        body = {"lora_name": kind, "lora_path": str(make_adapter(model, kind, seed))}
+        reply = served.post("/v1/load_lora_adapter", body, authorization=f"Bearer {ADMIN}")
+        assert reply.status == 200, reply.body
+    return served
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +73,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def bodies(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Any]]:
-    """Greedy, sampled, two choices, logprobs, a grammar, penalties, a session, an urgent one."""
+    """Greedy, sampled, two choices, logprobs, a grammar, penalties, a session, an urgent one, and
+    with adapters."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 1.0, "top_p": 0.95},
@@ -70,6 +84,8 @@ def bodies(seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Any]
         {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.5},
         {"temperature": 1.0, "top_k": 20, "cache_key": "a conversation"},
         {"temperature": 1.0, "min_p": 0.02, "priority": 5},
+        {"temperature": 0, "model": "tiny:lora"},
+        {"temperature": 1.0, "model": "tiny:soft_prompt"},
     ]
     return [
         {
@@ -231,7 +247,7 @@ def _search(served: Served, into: list[Any]) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_ten_kills(tmp_path: Path) -> None:
-    """The long form: ten kills at seeded moments, each of eight streams, a beam search and a job
+    """The long form: ten kills at seeded moments, each of ten streams, a beam search and a job
     that run on both replicas."""
     drawn, served = random.Random(1), serve(tmp_path, backoff_s=0.5)
     pauses: list[float] = []
