@@ -640,3 +640,19 @@ def test_a_deadline_that_nobody_promised_is_counted_as_cut(
     asyncio.run(main())
     line = 'coterie_deadlines_total{model_name="s",outcome="cut"} 1'
     assert (line in registry.render()) == counted
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_moved_request_keeps_its_promise_and_teaches_nothing(is_late: bool) -> None:
+    world = World()
+    world.train()
+    known = json.dumps(world.replicas.predictor.saved())
+    result = world.send(asked(1, deadline=world.now + 100.0))
+    assert result.request.is_promised
+    world.now += 101.0 if is_late else 50.0
+    queue = world.replicas.queue(result.replica)
+    is_met = world.admission.ended(
+        world.replicas, queue, result.request, is_whole=True, is_moved=True
+    )
+    assert is_met is not is_late
+    assert json.dumps(world.replicas.predictor.saved()) == known

@@ -154,12 +154,19 @@ class Admission:
         return self._refusal(replicas, assignment, request, [(refused, replica)])
 
     def ended(
-        self, replicas: ReplicaSet, queue: ReplicaQueue, request: ReplicaRequest, *, is_whole: bool
+        self,
+        replicas: ReplicaSet,
+        queue: ReplicaQueue,
+        request: ReplicaRequest,
+        *,
+        is_whole: bool,
+        is_moved: bool = False,
     ) -> bool | None:
         """Note that a request ended, and let the predictors learn from it. `is_whole`: it ended
-        normally. Returns whether it met its deadline; None if none was promised."""
+        normally. `is_moved`: its first worker was lost, so its time teaches nothing. Returns
+        whether it met its deadline; None if none was promised."""
         sums = queue.load.sums()
-        predictors = (replicas.predictor, replicas.shared.predictor)
+        predictors = () if is_moved else (replicas.predictor, replicas.shared.predictor)
         is_late = request.deadline is not None and sums.at > request.deadline
         is_judged = request.is_promised and (is_whole or is_late)
         for predictor in predictors:

@@ -184,11 +184,9 @@ class SubmittedRequest:
         self._queue.produced(self._request, num_tokens)
 
     def _ended(self, event: Finished | None) -> None:
-        # a request that was moved says nothing about how long one takes
-        is_whole = event is not None and event.choices[0] in WHOLE and not self._is_moved
-        served = self._served
+        is_whole, served = event is not None and event.choices[0] in WHOLE, self._served
         is_met = self._admission.ended(
-            served.replicas, self._queue, self._request, is_whole=is_whole
+            served.replicas, self._queue, self._request, is_whole=is_whole, is_moved=self._is_moved
         )
         outcome = "" if is_met is None else "met" if is_met else "missed"
         if is_met is None and self._is_cut(event):
