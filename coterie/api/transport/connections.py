@@ -226,7 +226,12 @@ class ParseTurns:
         for _ in range(self._num_taken):
             protocol = self._waiting.popleft()
             protocol.waits_for_turn = False
-            protocol.parse()
+            try:
+                protocol.parse()
+            except Exception as error:
+                # as the loop does if reading fails; the others must have their turn
+                log("connection_broke", level="error", error=error)
+                protocol.transport.abort()
         if self._num_taken:
             self._begin_next(loop)
 
