@@ -178,7 +178,7 @@ def until_begun(streams: list[Stream]) -> None:
 
 
 def same(streams: list[Stream], undisturbed: list[Stream]) -> int:
-    """How many streams differ from the run that nobody disturbed."""
+    """How many streams are as in the run that nobody disturbed."""
     pairs = zip(streams, undisturbed, strict=True)
     return sum(
         (one.text, sorted(map(str, one.seen))) == (two.text, sorted(map(str, two.seen)))
