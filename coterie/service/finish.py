@@ -103,9 +103,7 @@ class Finisher:
         if event.choices[0] not in WHOLE or not run.may_be_validated:
             return None
         text, commands = "".join(run.texts), run.snapshot.commands
-        return await self._validators.validate(
-            text, answer_context(run, _reason(run, event)), commands
-        )
+        return await self._validators.validate(text, _ended_context(run, event), commands)
 
     async def _judged(
         self, run: RequestRun, event: Finished, validation: ValidationResult | None
@@ -122,7 +120,7 @@ class Finisher:
                 kind = OPEN
             elif _is_cut(run, event) or (run.was_stopped and not validation.valid):
                 kind = await self._validators.prefix_kind(
-                    "".join(run.texts), answer_context(run, _reason(run, event))
+                    "".join(run.texts), _ended_context(run, event)
                 )
                 if run.was_stopped and kind != BROKEN:
                     kind = ""
@@ -150,9 +148,12 @@ def _count_cost(run: RequestRun, event: Finished) -> None:
     run.served.series.registry.value("coterie_remote_cost", run.served.name).add(cost / 1e6)
 
 
-def _reason(run: RequestRun, event: Finished) -> str:
+def _ended_context(run: RequestRun, event: Finished) -> AnswerContext:
     """If its format was completed, the answer is whole, even if it ended at its limit."""
-    return "stop" if _is_whole(run, event) else event.choices[0]
+    is_whole = run.response_format is not None and 0 not in event.unfinished
+    context = answer_context(run, "stop" if is_whole else event.choices[0])
+    # of a server elsewhere only what it says is known
+    return replace(context, is_enforced=is_whole and not run.served.is_remote)
 
 
 def answer_context(run: RequestRun, finish_reason: str) -> AnswerContext:
@@ -169,10 +170,6 @@ def answer_context(run: RequestRun, finish_reason: str) -> AnswerContext:
         checks=() if free else run.checks,
         finish_reason=finish_reason,
     )
-
-
-def _is_whole(run: RequestRun, event: Finished) -> bool:
-    return run.response_format is not None and 0 not in event.unfinished
 
 
 def outcome_of(judged: JudgedAnswer | None) -> bool | None:

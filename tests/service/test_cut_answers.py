@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from coterie.core.config import SpecialistSettings
 from coterie.core.events import Delta, Finished, Timings, Usage
-from coterie.core.request import Limits
+from coterie.core.request import Limits, ResponseFormat
 from coterie.core.snapshot import EnsembleConfig
 from coterie.routing.router import Router, Specialist
 from coterie.service.breaker.correctness import (
@@ -237,6 +238,36 @@ def test_an_answer_that_its_caller_stopped_is_cut(
     assert found is not None
     assert (found.kind, found.num_tokens, found.is_cut) == (kind, length, False)
     assert outcome_of(found) is outcome
+
+
+@pytest.mark.parametrize(
+    ("unfinished", "is_remote", "kind"),
+    [((), False, ""), ((0,), False, INVALID), ((), True, INVALID)],
+)
+def test_a_schema_that_is_too_slow_counts_only_if_nobody_enforced_it(
+    unfinished: tuple[int, ...], is_remote: bool, kind: str
+) -> None:
+    text = "[" * 400 + "]" * 400
+    lists = ResponseFormat("json_schema", '{"type": "array", "items": {"$ref": "#"}}')
+    asked = replace(asking("lists"), response_format=lists)
+    router = Router([Specialist("base", fingerprint=BASE)], Fleet([], Answers([])))
+    config = EnsembleConfig(specialists={"base": SpecialistSettings()})
+
+    async def main() -> JudgedAnswer | None:
+        validators = AnswerValidators()
+        snapshot = ServingSnapshot(config, router, ValidatorCommands(()))
+        plan = replace(router.plan(asked), trace=None)
+        served = cast(Any, SimpleNamespace(is_remote=is_remote))
+        run = RequestRun(asked, plan, served, 0.0, 0.0, snapshot, response_format=lists)
+        run.read(Delta("r", 0, text, (1,), finish_reason="stop"))
+        try:
+            end = Finished("r", ("stop",), Usage(3, 5), Timings(), unfinished=unfinished)
+            return await Finisher(validators, cast(Any, None)).outcome(run, end)
+        finally:
+            await validators.close()
+
+    found = asyncio.run(main())
+    assert found is not None and found.kind == kind
 
 
 def test_a_limit_must_leave_room() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -252,6 +253,36 @@ def test_a_pattern_that_never_ends_is_cut_off_beside_the_event_loop() -> None:
 
     gaps = sorted(asyncio.run(main()))
     assert gaps[len(gaps) // 2] < 0.1, "the event loop was held up"
+
+
+@pytest.mark.parametrize(
+    ("slow", "text"),
+    [
+        # Python tries 2 to the 40 ways before the second half of the pattern
+        ({"type": "string", "pattern": "^(a+)+$|^a*!$"}, json.dumps("a" * 40 + "!")),
+        ({"type": "array", "items": {"$ref": "#"}}, "[" * 400 + "]" * 400),
+    ],
+)
+def test_a_slow_schema_is_not_the_fault_of_an_answer_that_it_constrained(
+    slow: Any, text: str
+) -> None:
+    async def main() -> None:
+        validators = AnswerValidators()
+        free, enforced = schema(slow), replace(schema(slow), is_enforced=True)
+        await validators.validate('"a"', free)
+        validators._processes._check_s = 1.0
+        try:
+            found = await validators.validate(text, free)
+            assert found is not None and not found.valid
+            assert await validators.validate(text, enforced) is None
+            # the check works, and says what it finds
+            found = await validators.validate("1", enforced)
+            assert found is not None and not found.valid
+            assert not validators.health.broken
+        finally:
+            await validators.close()
+
+    asyncio.run(main())
 
 
 def test_a_built_in_check_that_is_broken_says_nothing() -> None:

@@ -15,7 +15,8 @@ from coterie.core.request import ResponseFormat
 MAX_CHARACTERS = 1_000_000
 # characters of an error's text, which may quote the answer
 MAX_ERROR = 500
-TOO_DEEP = "it is nested too deeply"
+TOO_DEEP, TOO_LARGE = "it is nested too deeply", "checking it takes too much memory"
+EXHAUSTED = (TOO_DEEP, TOO_LARGE)
 
 
 @quick_init
@@ -34,6 +35,8 @@ class AnswerContext:
     answer_pattern: str = ""
     # validators that the specialist's settings name; they replace the one that fits the form
     checks: tuple[str, ...] = ()
+    # the engine drew only tokens that the format allows, up to its end
+    is_enforced: bool = False
 
 
 class Validator(Protocol):
@@ -52,7 +55,7 @@ def result_of(name: str, text: str, fault_of: Callable[[str], str | None]) -> Va
     except RecursionError:
         fault = TOO_DEEP
     except MemoryError:
-        fault = "checking it takes too much memory"
+        fault = TOO_LARGE
     spent_ms = round((time.perf_counter() - began) * 1000, 3)
     return ValidationResult(fault is None, name, cut(fault), spent_ms)
 

@@ -28,11 +28,12 @@ from coterie.core.events import ValidationResult
 from coterie.core.settings import ValidatorSettings
 from coterie.obs.log import log
 from coterie.service.slo.evidence import BROKEN, OPEN, UNFORMED
-from coterie.service.validate.base import MAX_CHARACTERS, AnswerContext
+from coterie.service.validate.base import EXHAUSTED, MAX_CHARACTERS, AnswerContext
 from coterie.service.validate.child import ValidationTask
 from coterie.service.validate.command import ValidatorCommands
 from coterie.service.validate.generic import GenericValidator
 from coterie.service.validate.health import CheckHealth, good_answer
+from coterie.service.validate.json_schema import JsonSchemaValidator
 from coterie.service.validate.pattern import PatternValidator
 from coterie.service.validate.pattern_cost import is_fast
 from coterie.service.validate.table import SAFE, VALIDATORS, picks
@@ -90,7 +91,9 @@ class AnswerValidators:
             if _runs_here(name, argument, text):
                 found: ValidationResult | None = VALIDATORS[name](argument).check(text)
             else:
-                found = await self._processes.check(ValidationTask(name, argument, text))
+                is_enforced = context.is_enforced and name == JsonSchemaValidator.name
+                task = ValidationTask(name, argument, text)
+                found = await self._processes.check(task, is_enforced=is_enforced)
             if found is not None:
                 result = found if result is None else _both(result, found)
             if result is not None and not result.valid:
@@ -144,15 +147,20 @@ class ValidatorProcesses:
         )
         self._children: ChildPool[None] = ChildPool(program, on_killed=on_killed)
 
-    async def check(self, task: ValidationTask) -> ValidationResult | None:
+    async def check(
+        self, task: ValidationTask, *, is_enforced: bool = False
+    ) -> ValidationResult | None:
         """None if too many answers wait, or the check does not work: then nothing is known about
-        the answer."""
+        the answer. Neither if a caller's schema, which the answer was drawn by, takes too long or
+        too much memory: the answer is not what makes it slow."""
         name = task.argument if task.validator == "code" else task.validator
         if self._children.num_waiting >= MAX_WAITING or self._health.rests(name):
             return None
         began = time.perf_counter()
         found = await self._asked(task)
         if isinstance(found, str) and not await self._works(task, name):
+            return None
+        if is_enforced and (isinstance(found, str) or (found and found.error in EXHAUSTED)):
             return None
         if isinstance(found, str):
             spent_ms = round((time.perf_counter() - began) * 1000, 3)
