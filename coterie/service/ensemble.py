@@ -7,6 +7,7 @@ starts shadows, promotes canaries, and keeps its state on disk.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -97,6 +98,7 @@ class EnsembleService:
             inputs.intents.values(),
             clock=self._clock,
             outcomes=self._outcomes,
+            let_in=self._let_in,
         )
         run = partial(self._run_shadow, runner)
         self._shadows = ShadowDispatcher(run, self._engines, inputs.ensemble.max_shadows)
@@ -152,6 +154,15 @@ class EnsembleService:
             # also for the receipt of a refusal
             run.breaker = watch.state(self._clock())
         return self.control.steer(run.plan, request)
+
+    def _let_in(self, specialist: str, tenant: str, priority: int) -> bool:
+        """Whether a refused request of this tenant was told to come now."""
+        served = self._fleet.served.get(specialist)
+        if served is None:
+            return False
+        book = served.replicas.shared.reservations
+        # the clock of admission
+        return book.let_in(tenant, priority, time.monotonic())
 
     def instead(self, run: RequestRun) -> SteeredPlan | None:
         """Who answers in place of a specialist that failed before it began; None = nobody."""

@@ -495,6 +495,20 @@ def test_reservations_are_bounded_and_expire() -> None:
     assert not list(book.at("a", 5, 1000.0)) and not len(book)
 
 
+def test_a_due_place_lets_one_request_of_its_tenant_in() -> None:
+    book = ReservationBook()
+    for key, due_at in enumerate((10.0, 11.0)):
+        assert book.add(RetryReservation(key, "a", "t", 5, due_at - 1, due_at), 0.0)
+    assert not book.let_in("t", 5, 9.0)
+    assert not book.let_in("other", 5, 10.0) and not book.let_in("t", 4, 10.0)
+    assert book.let_in("t", 5, 10.0) and not book.let_in("t", 5, 10.0)
+    # the place is still reserved, and used up when the prompt is known
+    assert book.use(0, 10.0) is not None
+    assert book.let_in("t", 5, 11.0) and not book.let_in("t", 5, 11.0)
+    assert book.add(RetryReservation(2, "a", "t", 5, 19.0, 20.0), 11.0)
+    assert not book.let_in("t", 5, 23.5)
+
+
 def test_virtual_tokens() -> None:
     counters = VirtualTokenCounters()
     counters.enter("a")

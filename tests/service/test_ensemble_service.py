@@ -37,6 +37,7 @@ from coterie.service.build import build
 from coterie.service.ensemble import EnsembleService
 from coterie.service.pipeline import Pipeline
 from coterie.service.slo.evidence import whole
+from coterie.service.submit.reservations import RetryReservation
 from tests.helpers.folders import temporary_folder
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.app_with_experts import adapter
@@ -364,6 +365,42 @@ def test_no_shadows_if_none_may_run(ensemble_home: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_spike_lets_those_in_who_were_told_to_come(ensemble_home: Path) -> None:
+    """The place that a 429 reserved is not refused by the third step of a spike, and is no way
+    round it for more requests than there are places."""
+    file = config_file(ensemble_home)
+
+    async def test() -> None:
+        async with serving(file) as pipeline:
+            busy = pipeline.ensemble.control.watches["spare"].spike
+
+            def may_come(tenant: str = "open") -> bool:
+                # nobody waits for anything in here, so no tick looks at the load
+                now = pipeline.ensemble.control.now
+                busy.level, busy.load = 3, 2.0
+                for _ in range(100):
+                    busy.demand.add(9, "urgent", 1.0, now)
+                asked = request(valid=True, model="spare", tenant=tenant)
+                try:
+                    pipeline.plan(asked).lease.__exit__(None, None, None)
+                except Overloaded as refused:
+                    assert refused.param == "priority"
+                    return False
+                return True
+
+            assert not may_come()
+            now = time.monotonic()
+            book = pipeline.fleet.find("spare").replicas.shared.reservations
+            priority = request(valid=True).limits.priority
+            for key in (1, 2):
+                place = RetryReservation(key, "e0r0", "open", priority, now - 1, now)
+                assert book.add(place, now)
+            assert not may_come("other")
+            assert [may_come("open+salt"), may_come(), may_come()] == [True, True, False]
+
+    run(test())
+
+
 def test_the_operator(ensemble_home: Path) -> None:
     file = config_file(ensemble_home)
 

@@ -46,10 +46,12 @@ class EnsembleControl:
         *,
         clock: Callable[[], float] | None = None,
         outcomes: Callable[[str], tuple[int, int]] | None = None,
+        let_in: Callable[[str, str, int], bool] | None = None,
     ) -> None:
-        """`outcomes`: (valid, judged) answers of an adapter, by its digest."""
+        """`outcomes`: (valid, judged) answers of an adapter, by its digest. `let_in`: whether a
+        place at this specialist is reserved now for this tenant and priority; each counts once."""
         self._clock = clock or steady_clock()
-        self._outcomes = outcomes
+        self._outcomes, self._let_in = outcomes, let_in
         self.changes = ChangeList(self._clock)
         self.canaries = CanarySet(self._clock, self.changes.add)
         # by intent: values that an operator set
@@ -104,6 +106,9 @@ class EnsembleControl:
         spike.demand.add(priority, tenant, request.share, now)
         accepted = spike.accepted(priority, tenant)
         if accepted >= 1.0 or draw(request.request_id, "floor") < accepted:
+            return
+        if self._let_in is not None and self._let_in(watch.name, tenant, priority):
+            # it was told to come now
             return
         which = f"{accepted:.0%} of your requests of priority {priority} are accepted now"
         if not accepted:

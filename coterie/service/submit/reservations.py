@@ -51,6 +51,8 @@ class ReservationBook:
         self._by_key: dict[int, RetryReservation] = {}
         # by engine, the next one first
         self._by_engine: dict[str, list[RetryReservation]] = {}
+        # keys of those for which a request was let in before its prompt was known
+        self._let_in: set[int] = set()
         self._tenants: Counter[str] = Counter()
         # share of reservations whose requests came at their time, the latest weighted most
         self._shown = FIRST_SHOWN
@@ -83,6 +85,21 @@ class ReservationBook:
         self._learn(is_in_time)
         return item if is_in_time else None
 
+    def let_in(self, tenant: str, priority: int, now: float) -> bool:
+        """Whether a place of this tenant and priority is due: asked before the prompt is known.
+        Each place lets one request in, and stays reserved until `use`."""
+        if not self._tenants[tenant]:
+            return False
+        for here in self._by_engine.values():
+            for item in here:
+                if item.due_at > now + EARLY_S:
+                    break
+                is_theirs = item.tenant == tenant and item.priority == priority
+                if is_theirs and item.due_at + KEPT_S > now and item.key not in self._let_in:
+                    self._let_in.add(item.key)
+                    return True
+        return False
+
     def num_at(self, engine: str) -> int:
         return len(self._by_engine.get(engine, ()))
 
@@ -109,6 +126,7 @@ class ReservationBook:
 
     def _close(self, item: RetryReservation) -> None:
         del self._by_key[item.key]
+        self._let_in.discard(item.key)
         here = self._by_engine[item.engine]
         here.remove(item)
         if not here:
