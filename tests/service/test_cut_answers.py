@@ -283,6 +283,53 @@ def test_a_limit_must_leave_room() -> None:
     assert not lengths.shows_runaway(cut("", 90)) and lengths.shows_runaway(cut("", 96))
 
 
+@pytest.mark.parametrize("num_honest", [1, 2, 4])
+@pytest.mark.parametrize("other", [5, 5000])
+def test_no_tenant_decides_how_much_room_the_others_need(num_honest: int, other: int) -> None:
+    """One tenant's answers are very long, or very short, and it sends as many as it can."""
+    lengths, rng = WholeLengths(), random.Random(7)
+    for number in range(2000):
+        tenant = f"honest-{number % num_honest}"
+        lengths.add(JudgedAnswer(VALID, tenant, rng.randint(20, 60), 400))
+        for _ in range(3):
+            lengths.add(JudgedAnswer(VALID, "other", other, 8000))
+    copy = WholeLengths()
+    copy.restore(json.loads(json.dumps(lengths.state())))
+    for one in (lengths, copy):
+        for number in range(num_honest):
+            tenant = f"honest-{number}"
+            assert one.counts(cut(BROKEN, 400, tenant))
+            assert one.shows_runaway(cut(OPEN, 400, tenant))
+            assert not one.counts(cut(BROKEN, 40, tenant))
+            assert one.counts(replace(GOOD, tenant=tenant, max_tokens=100))
+
+
+def test_a_tenant_of_low_limits_is_measured_by_the_others() -> None:
+    """Its whole answers are the short ones, because its limits cut the long ones."""
+    lengths, rng = WholeLengths(), random.Random(8)
+    for _ in range(1000):
+        for tenant, limit in (("honest", 400), ("low", 24)):
+            length = rng.randint(15, 60)
+            lengths.add(JudgedAnswer(VALID, tenant, min(length, limit), limit, length > limit))
+    assert not lengths.counts(cut(BROKEN, 24, "low"))
+    assert not lengths.shows_runaway(cut(OPEN, 24, "low"))
+
+
+def test_lengths_of_an_earlier_release_are_kept() -> None:
+    lengths = WholeLengths()
+    lengths.restore({"lengths": list(range(1, 101)), "share": []})
+    assert lengths.quantile(0.95) == lengths.quantile(0.95, "a") == 96
+
+
+def test_tenants_with_few_lengths_are_one() -> None:
+    lengths = WholeLengths()
+    for number in range(100):
+        lengths.add(JudgedAnswer(VALID, f"small-{number % 20}", 40, 400))
+        lengths.add(JudgedAnswer(VALID, "other", 5000, 8000))
+    assert lengths.shows_runaway(cut(OPEN, 400, "small-1"))
+    assert lengths.shows_runaway(cut(OPEN, 400, "new"))
+
+
 def test_no_tenant_supplies_more_than_half() -> None:
     share, rng = JudgedShare(), random.Random(3)
     # alone, everything counts

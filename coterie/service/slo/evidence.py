@@ -6,6 +6,7 @@ under a limit that whole answers need. A tenant supplies at most half of what co
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,10 @@ MIN_LIMIT = 16
 # a limit is low if a cut answer had less room than this share of the whole answers needed; a whole
 # answer under a limit that half of them exceed was selected for being short
 CUT_QUANTILE, WHOLE_QUANTILE = 0.95, 0.5
+# a tenant's own lengths are no selection if its limits are this many times as high
+ROOM = 2
+# the tenants of which few lengths are known; no tenant has this name
+_OTHERS = "\0"
 # a tenant is alone while all others supplied fewer of the newest answers
 FEW = 10
 
@@ -50,30 +55,52 @@ class JudgedAnswer:
 
 
 class WholeLengths:
-    """Lengths of the newest whole answers in tokens, and which limits are high enough for them."""
+    """Lengths of the newest whole answers in tokens, and which limits are high enough for them.
+
+    A tenant is measured by its own lengths where these were not selected by low limits; otherwise
+    by the median tenant: no tenant decides alone how much room the others need. Tenants of which
+    few lengths are known are one.
+    """
 
     __slots__ = ("_lengths", "_share")
 
     def __init__(self) -> None:
-        self._lengths: deque[int] = deque(maxlen=NEWEST)
+        # (tenant, tokens, the limit; 0 = not known)
+        self._lengths: deque[tuple[str, int, int]] = deque(maxlen=NEWEST)
         self._share = JudgedShare()
 
     def add(self, answer: JudgedAnswer) -> None:
         if answer.is_cut or not answer.num_tokens or 0 < answer.max_tokens < MIN_LIMIT:
             return
         if self._share.admits(answer.tenant):
-            self._lengths.append(answer.num_tokens)
+            self._lengths.append((answer.tenant, answer.num_tokens, answer.max_tokens))
 
-    def quantile(self, share: float) -> int | None:
-        """None while too few are known."""
+    def quantile(self, share: float, tenant: str | None = None) -> int | None:
+        """How many tokens this share of the whole answers needs at most: of this tenant, or, if it
+        is None, of the median one. None while too few are known."""
         if len(self._lengths) < LEAST:
             return None
-        ordered = sorted(self._lengths)
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+        groups = self._groups()
+        own = [] if tenant is None else groups.get(tenant) or groups.get(_OTHERS, [])
+        if len(own) >= LEAST and _had_room(own):
+            return _quantile([length for length, _ in own], share)
+        each = [_quantile([length for length, _ in group], share) for group in groups.values()]
+        return _quantile(each, 0.5)
+
+    def _groups(self) -> dict[str, list[tuple[int, int]]]:
+        """(length, limit) by tenant."""
+        groups: dict[str, list[tuple[int, int]]] = {}
+        counts = Counter(tenant for tenant, _, _ in self._lengths)
+        for tenant, length, limit in self._lengths:
+            name = tenant if counts[tenant] >= FEW else _OTHERS
+            groups.setdefault(name, []).append((length, limit))
+        if len(groups.get(_OTHERS, ())) < FEW:
+            groups.pop(_OTHERS, None)
+        return groups
 
     def shows_runaway(self, answer: JudgedAnswer) -> bool:
         """Whether an answer under this limit shows if its writer comes to an end."""
-        needed = self.quantile(CUT_QUANTILE) if answer.num_tokens else None
+        needed = self.quantile(CUT_QUANTILE, answer.tenant) if answer.num_tokens else None
         return needed is not None and answer.max_tokens >= needed
 
     def counts(self, answer: JudgedAnswer) -> bool:
@@ -81,17 +108,32 @@ class WholeLengths:
         if not answer.max_tokens:
             return True
         is_cut = answer.kind in CUT_KINDS
-        needed = self.quantile(CUT_QUANTILE if is_cut else WHOLE_QUANTILE)
+        needed = self.quantile(CUT_QUANTILE if is_cut else WHOLE_QUANTILE, answer.tenant)
         if needed is None:
             needed = MIN_LIMIT if is_cut or self._lengths else 0
         return answer.max_tokens >= needed
 
     def state(self) -> dict[str, Any]:
-        return {"lengths": list(self._lengths), "share": self._share.state()}
+        return {"lengths": [list(row) for row in self._lengths], "share": self._share.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._lengths = deque((int(length) for length in state["lengths"]), maxlen=NEWEST)
+        self._lengths.clear()
+        for row in state["lengths"]:
+            # an earlier release saved only the length
+            tenant, length, limit = row if isinstance(row, list) else (_OTHERS, row, 0)
+            self._lengths.append((str(tenant), int(length), int(limit)))
         self._share.restore(state["share"])
+
+
+def _quantile(values: list[int], share: float) -> int:
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
+
+
+def _had_room(lengths: list[tuple[int, int]]) -> bool:
+    """Whether nearly all limits were far above nearly all lengths: then no limit selected them."""
+    needed = _quantile([length for length, _ in lengths], CUT_QUANTILE)
+    limits = [limit or sys.maxsize for _, limit in lengths]
+    return _quantile(limits, 1 - CUT_QUANTILE) >= ROOM * needed
 
 
 class JudgedShare:
