@@ -309,5 +309,5 @@ class ValidatorSettings:
         "",
         "text",
         "An answer that it accepts: it is tried on this one after it hung or crashed on another. "
-        "Empty = the last answer that it accepted.",
+        "Empty = the last answer that it accepted quickly, or no text, which it may refuse.",
     )

@@ -387,6 +387,26 @@ def test_a_check_that_is_broken_says_nothing_and_is_told(
     assert caplog.messages.count("validator_broken") == 3
 
 
+def test_an_answer_does_not_escape_by_hanging_a_check_that_works() -> None:
+    """Not the first one of a command without a known good answer either; and an answer that was
+    nearly too slow is not what shows whether the command works."""
+    code = 'read line; case "$line" in hang) sleep 77;; late) sleep 3;; no) exit 1;; esac'
+
+    async def main() -> None:
+        settings = ValidatorSettings("mine", ("/bin/sh", "-c", code), ("sql",), timeout_s=4.0)
+        validators = AnswerValidators([settings])
+        try:
+            for text in ("hang", "late", "yes", "late"):
+                found = await validators.validate(text, SQL)
+                assert found is not None and found.valid == (text != "hang"), found
+            assert validators.health.last_accepted("mine") == "yes"
+            assert not validators.health.broken
+        finally:
+            await validators.close()
+
+    asyncio.run(main())
+
+
 def test_doctor_names_broken_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,9 @@ _KILLED = {
     "signal": "was ended by signal {}",
 }
 
+# an answer that took longer than this share of the time limit may take all of it the next time: it
+# is not kept as a good one
+QUICK_SHARE = 0.5
 _NOT_RUN = "it could not run"
 
 
@@ -57,11 +60,12 @@ class ValidatorCommand:
             return None
         if ran.how in _KILLED and not await self._works(_fault(ran), health):
             return None
-        spent_ms = round((time.perf_counter() - began) * 1000, 3)
+        spent_s = time.perf_counter() - began
         fault = _fault(ran)
         if fault is None:
-            health.accepted(self.name, text)
-        return ValidationResult(fault is None, self.name, cut(fault), spent_ms)
+            is_quick = spent_s <= QUICK_SHARE * self._settings.timeout_s
+            health.accepted(self.name, text if is_quick else None)
+        return ValidationResult(fault is None, self.name, cut(fault), round(spent_s * 1000, 3))
 
     async def run(self, text: str) -> CommandResult | None:
         """None if it could not run."""
@@ -80,22 +84,19 @@ class ValidatorCommand:
         return ran
 
     async def _works(self, fault: str | None, health: CheckHealth) -> bool:
-        """Whether it accepts a known good answer, after it was killed on another one. Without such
-        an answer nothing shows that it can work."""
-        good = self._settings.known_good or health.last_accepted(self.name)
-        if good is None:
-            health.is_broken(self.name, f"{fault}; it has accepted no answer yet")
-            return False
-        reason = await self._fault_on(good)
+        """Whether it accepts a known good answer, after it was killed on another one."""
+        reason = await self.fault_on_good_answer(health.last_accepted(self.name))
         if reason is not None:
-            health.is_broken(self.name, f"on a good answer: {reason}")
+            health.is_broken(self.name, f"{fault}; on a good answer: {reason}")
         return reason is None
 
-    async def fault_on_good_answer(self) -> str | None:
-        """Why it is broken: it refuses the answer that its settings call good, or, without one, it
-        is killed on an empty answer. None if nothing is wrong."""
-        if self._settings.known_good:
-            return await self._fault_on(self._settings.known_good)
+    async def fault_on_good_answer(self, accepted: str | None = None) -> str | None:
+        """Why it is broken: it refuses the answer that its settings call good, or one that it
+        `accepted` before; without either, it is killed on an empty answer, which it may refuse.
+        None if nothing is wrong."""
+        good = self._settings.known_good or accepted
+        if good:
+            return await self._fault_on(good)
         ran = await self.run("")
         if ran is None:
             return _NOT_RUN

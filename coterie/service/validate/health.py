@@ -11,7 +11,7 @@ from coterie.obs.log import log
 
 # a check that was found broken is not asked again for this long
 RETRY_S = 30.0
-# the newest answer that a command accepted is kept, if it is not longer
+# the newest answer that a command accepted quickly is kept, if it is not longer
 MAX_KEPT = 20_000
 MAX_CHECKS = 256
 
@@ -49,8 +49,9 @@ class CheckHealth:
         # by check: time.monotonic() from which it is asked again
         self._again_at: dict[str, float] = {}
 
-    def accepted(self, check: str, text: str) -> None:
-        if len(text) <= MAX_KEPT:
+    def accepted(self, check: str, text: str | None) -> None:
+        """`text` is kept as a good answer; None = it is no good example."""
+        if text is not None and len(text) <= MAX_KEPT:
             self._accepted.put(check, text)
         self._again_at.pop(check, None)
 
