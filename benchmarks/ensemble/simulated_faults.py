@@ -86,7 +86,7 @@ class FaultDrill:
             if name:
                 is_wrong = name in self._wrong and self._is_on()
                 valid = self._rng.random() < (WRONG if is_wrong else GOOD)
-                self.control.judged(name, (), "", whole(valid))
+                self.control.judged_alone(name, whole(valid))
         if asked in self._wrong and self._is_on():
             self._counts["asked of wrong"] += 1
             self._counts["answered by others"] += answered_by != asked

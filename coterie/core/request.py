@@ -228,6 +228,11 @@ class RouteHints:
     allowed: tuple[str, ...] = ()
     allowed_experts: tuple[str, ...] = ()
 
+    @property
+    def names_answerer(self) -> bool:
+        """Whether the caller named a specialist or an adapter."""
+        return bool(self.adapters) or self.model not in (None, "", AUTO)
+
 
 @dataclass(frozen=True, slots=True)
 class KeyRights:

@@ -419,18 +419,16 @@ class CanarySet:
         adapters: Sequence[AdapterChoice],
         intent: str,
         answer: JudgedAnswer,
-    ) -> bool:
-        """Whether the answer is that of an expert's new version."""
+        request_id: str,
+    ) -> None:
+        """An answer counts on the side for which its request was drawn. One that another side gave,
+        as a fallback does, says nothing: its requests are not like the others."""
         if not self._tests:
-            return False
-        is_candidate = False
+            return
         for choice in adapters:
-            key = f"adapter:{_bare(choice.name)}"
-            test = self._tests.get(key)
-            is_candidate |= test is not None and test.spec.candidate == choice.digest
-            self._judged(key, choice.digest, answer)
-        self._judged(f"specialist:{intent}", specialist, answer)
-        return is_candidate
+            self._judged(f"adapter:{_bare(choice.name)}", choice.digest, answer, request_id)
+        if intent:
+            self._judged(f"specialist:{intent}", specialist, answer, request_id)
 
     def figures(self) -> list[dict[str, Any]]:
         return [test.figures() for test in self._tests.values()]
@@ -449,11 +447,13 @@ class CanarySet:
         owners = saved.get("owners", {})
         self._owners = {key: name for key, name in owners.items() if name in specialists}
 
-    def _judged(self, key: str, who: str, answer: JudgedAnswer) -> None:
+    def _judged(self, key: str, who: str, answer: JudgedAnswer, request_id: str) -> None:
         test = self._tests.get(key)
         if test is None or who not in (test.spec.candidate, test.spec.current):
             return
         spec = test.spec
+        if spec.takes(request_id) != (who == spec.candidate):
+            return
         if not test.judged(who == spec.candidate, answer, self._clock()):
             return
         del self._tests[key]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from coterie.core.errors import Conflict, CoterieError, Saturated, Unavailable
 from coterie.core.receipt import CLOSED
-from coterie.core.request import AUTO, MAX_PRIORITY, own_tenant
+from coterie.core.request import MAX_PRIORITY, own_tenant
 from coterie.core.snapshot import EnsembleConfig
 from coterie.obs.log import log
 from coterie.service.breaker.control import EnsembleControl
@@ -185,18 +185,17 @@ class EnsembleService:
         was_healthy = bool(plan.shadow) and self._is_healthy(plan.specialist, answered_at)
         if run.replica:
             self.control.replica_succeeded(plan.specialist, run.replica)
-        is_canary = False
         if judged is not None:
-            is_canary = self.control.judged(plan.specialist, plan.adapters, plan.intent, judged)
+            self.control.judged(plan, judged, steer_request(run), alone=not run.shows_specialist)
             if judged.kind in CUT_KINDS:
                 series = self._fleet.registry.value(
                     "coterie_cut_answers", plan.specialist, judged.kind
                 )
                 series.add()
-        if run.outcome is not None and not is_canary:
+        if run.outcome is not None and run.shows_specialist:
             self._count_health(plan.specialist, run.outcome, answered_at)
-        # the faults of a version under test say nothing about who a prompt is for
-        is_sound = was_healthy and not is_canary
+        # other faults say nothing about who a prompt is for
+        is_sound = was_healthy and run.shows_specialist
         if plan.shadow and self._shadows is not None:
             target = plan.shadow
 
@@ -259,10 +258,12 @@ class EnsembleService:
             self._labels.judged(watch, valid, self._inputs.ensemble.min_judged, at)
 
     def verdict(self, effect: VerdictEffect, good: bool) -> None:
-        """A caller has judged an answer. It counts if no check did: what a check found is not for
-        one caller to change, or it could demote a specialist for all."""
+        """A caller has judged an answer. It counts if no check did, and if the answer says
+        something about its specialist: what a check found is not for one caller to change, or it
+        could demote a specialist for all."""
         is_recent = effect.finished_at >= self._clock() - self._inputs.ensemble.window_s
-        if self._control is not None and is_recent and not effect.is_checked:
+        counts = effect.shows_specialist and not effect.is_checked
+        if self._control is not None and is_recent and counts:
             kind = VALID if good else INVALID
             # under a low limit its caller's verdict says as little as a check's
             answer = JudgedAnswer(kind, effect.tenant, max_tokens=effect.cut_at)
@@ -497,7 +498,7 @@ def steer_request(run: RequestRun) -> SteerRequest:
         request.id,
         # a job was accepted long ago
         MAX_PRIORITY if is_job else request.limits.priority,
-        is_named=bool(hints.adapters) or hints.model not in (None, "", AUTO),
+        is_named=hints.names_answerer,
         is_pinned=any("@" in name for name in names),
         allowed=frozenset(hints.allowed) or None,
         tenant="" if is_job else own_tenant(request.tenant),

@@ -52,7 +52,13 @@ class Finisher:
         digests = tuple(adapter.digest for adapter in run.plan.adapters)
         run.outcome = outcome_of(run.judged)
         self._records.log(
-            InferenceRecord(metrics, own_tenant(run.request.tenant), digests, run.outcome)
+            InferenceRecord(
+                metrics,
+                own_tenant(run.request.tenant),
+                digests,
+                run.outcome,
+                shows_specialist=run.shows_specialist,
+            )
         )
         return Finished(
             event.request_id,

@@ -100,7 +100,7 @@ class RequestPlanner:
         """The plan as the ensemble's state changes it: another specialist, or a canary's adapters;
         and the shadow."""
         routed, request, planned = run.plan, run.request, run
-        adapters = steered.adapters
+        adapters, is_canary = steered.adapters, steered.adapters is not None
         fixed = run.snapshot.fixed_digests(routed.specialist)
         if adapters is not None and any(item.digest in fixed for item in routed.adapters):
             # the router would add the version that the settings name
@@ -119,6 +119,7 @@ class RequestPlanner:
                 intent=routed.intent,
             )
         planned.breaker, planned.shadow_why = steered.breaker, steered.shadow_why
+        planned.is_canary = is_canary
         changed = (steered.shadow, steered.reasons, steered.alternates)
         if changed != (planned.plan.shadow, (), planned.plan.alternates):
             plan = planned.plan
@@ -211,6 +212,8 @@ class RequestRun:
     judged: JudgedAnswer | None = None
     # adapters that the router chose were left out, because they do not fit into memory
     was_reduced: bool = False
+    # a version under test answers in place of the current one
+    is_canary: bool = False
     # text of the first choice, in pieces; only if it may be validated
     texts: list[str] = field(default_factory=list)
     # a stop string or token of its caller ended the first choice
@@ -232,6 +235,21 @@ class RequestRun:
         plan = self.plan
         known = self.response_format is not None or plan.trace is not None
         return known or bool(plan.adapters) or bool(self.checks)
+
+    @property
+    def shows_specialist(self) -> bool:
+        """Whether the answer says something about its specialist: with the adapters that it always
+        runs with, or those that the router chose freely; not those that the caller put together,
+        and no version under test."""
+        if self.is_canary:
+            return False
+        fixed = self.snapshot.fixed_digests(self.plan.specialist)
+        if fixed and fixed.issuperset(item.digest for item in self.plan.adapters):
+            return True
+        hints = self.request.hints
+        if hints.exclude or hints.max_adapters is not None:
+            return False
+        return not (self.plan.adapters and hints.names_answerer)
 
     @property
     def num_choices(self) -> int:

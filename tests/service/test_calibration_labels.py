@@ -250,6 +250,7 @@ def test_faults_of_a_version_under_test_are_no_labels(is_canary: bool) -> None:
         run = SimpleNamespace(
             plan=plan, request=request, outcome=valid, judged=whole(valid), routed=None,
             shadow_why="unsure", replica="", max_tokens=None, tenant=None, snapshot=snapshot,
+            shows_specialist=adapter is old,
         )  # fmt: skip
         service.answered(cast(RequestRun, run), Sampling())
 

@@ -51,6 +51,7 @@ class Drill:
             outcomes=outcomes,
         )
         self.rates = {item.name: 1.0 for item in specialists}
+        self.asked = SteerRequest("r", 5)
 
     def plan(self, specialist: str, **values: Any) -> RoutePlan:
         defaults: dict[str, Any] = {"confidence": 0.95, "reasons": (), "adapters": ()}
@@ -63,11 +64,14 @@ class Drill:
             if key in values
         }
         plan = self.plan(specialist, **values)
-        return self.control.steer(plan, SteerRequest(plan.request_id, priority, **named))
+        self.asked = SteerRequest(plan.request_id, priority, **named)
+        return self.control.steer(plan, self.asked)
 
     def judge(self, specialist: str, intent: str = "", adapters: Any = ()) -> None:
+        """The answer to the request that was steered last."""
         valid = self.rng.random() < self.rates[specialist]
-        self.control.judged(specialist, adapters, intent, whole(valid))
+        plan = self.plan(specialist, adapters=adapters, intent=intent)
+        self.control.judged(plan, whole(valid), self.asked)
 
     def traffic(
         self, specialist: str, seconds: float, gap_s: float = 1.0, **values: Any
@@ -81,7 +85,8 @@ class Drill:
             self.judge(steered.specialist, values.get("intent", ""))
             if steered.shadow:
                 seen[f"shadow {steered.shadow}"] += 1
-                self.judge(steered.shadow, values.get("intent", ""))
+                valid = self.rng.random() < self.rates[steered.shadow]
+                self.control.judged_alone(steered.shadow, whole(valid))
         return seen
 
     def audit(self) -> list[tuple[str, str]]:
@@ -454,6 +459,32 @@ def test_a_canary_of_an_adapter_decides_by_itself(rate: float, kind: str) -> Non
     assert drill.steer("base", adapters=(OLD,)).adapters is None
 
 
+def test_a_canary_compares_only_requests_that_were_drawn_for_a_side() -> None:
+    """A caller that names a version, or a specialist, chooses the prompts of one side."""
+    drill = three(min_judged=5)
+    control = drill.control
+    control.start_canary(ADAPTER, "ann")
+    control.start_canary(CanarySpec("specialist", "query", "spare", "sql", 0.3), "ann")
+
+    def judged(specialist: str, stack: tuple[AdapterChoice, ...], **asked: Any) -> list[int]:
+        """After an answer of either side of both canaries, by what its request was drawn for."""
+        for number in range(200):
+            plan = drill.plan(specialist, adapters=stack, intent="query")
+            control.judged(plan, whole(True), SteerRequest(f"{number}", 5, **asked), alone=True)
+        sides = ("candidate_judged", "current_judged")
+        return [figures[side] for figures in control.canaries.figures() for side in sides]
+
+    for stack, specialist in (((OLD,), "sql"), ((NEW,), "spare")):
+        assert judged(specialist, stack, is_pinned=True, is_named=True) == [0, 0, 0, 0]
+    # each side counts the answers of those that were drawn for it, and no others: 200 of each
+    new, old, spare, sql = judged("sql", (OLD,))
+    assert new == spare == 0 and 0 < old < 200 and 0 < sql < 200
+    after = judged("spare", (NEW,))
+    assert after == [200 - old, old, 200 - sql, sql]
+    rate = control.watches["sql"].breaker.window.rate(control.now)
+    assert rate.judged == 0
+
+
 def test_a_canary_specialist_takes_over_its_intent_and_gives_it_back() -> None:
     drill = three(min_judged=5)
     spec = CanarySpec("specialist", "query", "spare", "sql", 0.3)
@@ -522,7 +553,7 @@ def test_a_decision_names_a_specialist_that_may_answer(
     for action, name, amount in steps:
         drill.now += amount * 10
         if action == "judge":
-            control.judged(name, (), "query", whole(amount > 1))
+            control.judged(drill.plan(name, intent="query"), whole(amount > 1), drill.asked)
         elif action == "load":
             control.loaded(name, amount, is_full=amount > 1.8)
         elif action == "fail":

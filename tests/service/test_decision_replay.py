@@ -117,7 +117,7 @@ def shaken(pipeline: Pipeline, rng: random.Random, overrides: bool) -> None:
         watch.is_full = rng.random() < 0.1
         watch.is_held = name == "sql-desk" and rng.random() < 0.5
     for _ in range(rng.randrange(5)):
-        control.judged("sql-desk", (), "sql", whole(rng.random() < 0.9))
+        control.judged_alone("sql-desk", whole(rng.random() < 0.9))
     if overrides:
         control.set_thresholds("sql", "tests", spill_below=rng.random())
 

@@ -21,6 +21,7 @@ from coterie.core.config import SpecialistSettings, load
 from coterie.core.errors import Conflict, InvalidRequest, NotFound, Overloaded, Saturated
 from coterie.core.events import Event, Finished
 from coterie.core.request import (
+    AdapterHint,
     Chat,
     InferenceRequest,
     Limits,
@@ -34,7 +35,7 @@ from coterie.routing.classify.traffic import read_traffic
 from coterie.routing.match.embed import static
 from coterie.service.adapters.admin import InstallName
 from coterie.service.build import build
-from coterie.service.ensemble import EnsembleService
+from coterie.service.ensemble import EnsembleService, steer_request
 from coterie.service.pipeline import Pipeline
 from coterie.service.slo.evidence import whole
 from coterie.service.submit.reservations import RetryReservation
@@ -372,6 +373,8 @@ def test_a_spike_lets_those_in_who_were_told_to_come(ensemble_home: Path) -> Non
 
     async def test() -> None:
         async with serving(file) as pipeline:
+            # what opens in the background is open before the server closes
+            await pipeline.batches.page("open", "openai", None, 1)
             busy = pipeline.ensemble.control.watches["spare"].spike
 
             def may_come(tenant: str = "open") -> bool:
@@ -448,6 +451,44 @@ def test_whether_a_version_can_be_judged_is_read_from_the_settings_of_now() -> N
     assert not service._is_judged(cast(Any, None))
 
 
+def test_only_stacks_that_the_caller_did_not_choose_count_for_a_specialist(
+    ensemble_home: Path,
+) -> None:
+    """A tenant that asks for a staged version, or for a stack of its own, or against an expert,
+    says nothing about the specialist: not by its answers, nor by its verdicts on them."""
+    file = config_file(ensemble_home, shadows=0)
+
+    async def test() -> None:
+        async with serving(file) as pipeline:
+            control, records = pipeline.ensemble.control, pipeline.records
+            for number in (1, 2):
+                name = InstallName("dialect", f"{number}.0.0")
+                await pipeline.adapters.install(adapter(seed=number), name, "sql")
+            breaker = control.watches["sql"].breaker
+            before = breaker.saved()
+            stacks: list[dict[str, Any]] = [
+                {"model": "dialect@2.0.0"},
+                {"model": "sql:dialect"},
+                {"hints": RouteHints("sql", (AdapterHint("dialect", 0.5),))},
+                {"hints": RouteHints(None, exclude=("dialect",))},
+                {"hints": RouteHints(None, max_adapters=0)},
+            ]
+            for stack in stacks:
+                asked = request(valid=True, **stack)
+                assert (await answered(pipeline, asked))[0] == "sql"
+                cut = request(valid=False, **stack)
+                cut = replace(cut, limits=replace(cut.limits, max_tokens=16))
+                await answered(pipeline, cut)
+                await records.feedback(cut.id, "open", good=False)
+            assert breaker.saved() == before
+            assert not pipeline.ensemble._labels._health
+            await answered(pipeline, request(valid=True))
+            await answered(pipeline, request(valid=True, model="sql"))
+            assert breaker.window.rate(control.now).judged == 2
+
+    run(test())
+
+
 @pytest.mark.full
 def test_a_canary_of_an_expert_becomes_current_by_itself(ensemble_home: Path) -> None:
     """Two versions of one adapter on a real engine: the second one answers nobody before it is
@@ -474,7 +515,7 @@ def test_a_canary_of_an_expert_becomes_current_by_itself(ensemble_home: Path) ->
                 planned.lease.__exit__(None, None, None)
                 if len(ran) < 2:
                     await answered(pipeline, asked)
-                ensemble.control.judged("sql", planned.plan.adapters, "", whole(True))
+                ensemble.control.judged(planned.plan, whole(True), steer_request(planned.run))
                 if not ensemble.control.canaries.figures():
                     break
             assert ran == {"dialect@1.0.0", "dialect@2.0.0"}

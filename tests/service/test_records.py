@@ -123,6 +123,20 @@ def test_a_verdict_is_given_once_by_whose_job_it_is(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
+def test_a_verdict_says_whether_its_answer_shows_the_specialist(tmp_path: Path) -> None:
+    """Also in a database of an earlier release, whose answers all do."""
+    path = tmp_path / "records.db"
+    store = RecordStore(path, 100)
+    store.add([record("before")])
+    store._db.execute("ALTER TABLE inferences DROP COLUMN shows_specialist")
+    store.close()
+    store = RecordStore(path, 100)
+    store.add([record("own"), replace(record("composed"), shows_specialist=False)])
+    shown = {name: store.judge(name, "t", False, "") for name in ("before", "own", "composed")}
+    assert [shown[name].shows_specialist for name in shown] == [True, True, False]
+    store.close()
+
+
 def test_rates_are_those_of_a_plain_count(tmp_path: Path) -> None:
     """Any order of runs, repeated runs and verdicts against a count by hand."""
     rng = random.Random(5)

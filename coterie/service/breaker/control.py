@@ -3,7 +3,7 @@ operator, in one object. No I/O, no waiting: a decision takes microseconds.
 
     control = EnsembleControl(specialists, settings, intents)
     steered = control.steer(plan, SteerRequest(...))         # after the router
-    control.judged(specialist, adapters, intent, answer)     # when a caller's answer has ended
+    control.judged(plan, answer, SteerRequest(...))          # when a caller's answer has ended
     control.loaded(specialist, load, is_full=False)          # several times a second
     control.changes.take()                                   # for the audit log
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from coterie.core.ensemble import EnsembleSettings, IntentSettings
 from coterie.core.errors import Conflict, InvalidRequest, NotFound, Overloaded
-from coterie.core.plan import AdapterChoice, RoutePlan
+from coterie.core.plan import RoutePlan
 from coterie.core.request import MAX_PRIORITY
 from coterie.service.breaker.correctness import CLOSED, SHADOW_ONLY
 from coterie.service.breaker.spike import NORMAL, STEPS, IntentThresholds
@@ -124,18 +124,16 @@ class EnsembleControl:
         return self._steering.instead(plan, request, self._clock())
 
     def judged(
-        self,
-        specialist: str,
-        adapters: Sequence[AdapterChoice],
-        intent: str,
-        answer: JudgedAnswer,
-    ) -> bool:
-        """An answer that a caller got has ended. Returns whether it is of an expert's new version,
-        which few get: it counts in its canary alone."""
-        is_canary = self.canaries.judged(specialist, adapters, intent, answer)
-        if not is_canary:
-            self.judged_alone(specialist, answer)
-        return is_canary
+        self, plan: RoutePlan, answer: JudgedAnswer, asked: SteerRequest, *, alone: bool = False
+    ) -> None:
+        """An answer that a caller got has ended. A canary compares answers to requests that were
+        drawn for one of its sides: no version and no specialist that the caller named. `alone`: it
+        counts in canaries alone, as that of a version under test does."""
+        adapters = () if asked.is_pinned else plan.adapters
+        intent = "" if asked.is_named else plan.intent
+        self.canaries.judged(plan.specialist, adapters, intent, answer, asked.request_id)
+        if not alone:
+            self.judged_alone(plan.specialist, answer)
 
     def judged_alone(self, specialist: str, answer: JudgedAnswer) -> None:
         """An answer counts for its specialist and for no canary: that of a shadow, or one that no

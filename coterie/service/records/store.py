@@ -42,7 +42,8 @@ CREATE TABLE IF NOT EXISTS inferences (
     outcome INTEGER,
     verdict INTEGER,
     comment TEXT,
-    metrics BLOB NOT NULL
+    metrics BLOB NOT NULL,
+    shows_specialist INTEGER NOT NULL DEFAULT 1
 );
 CREATE INDEX IF NOT EXISTS by_tenant ON inferences (tenant, number);
 CREATE TABLE IF NOT EXISTS outcomes (
@@ -54,11 +55,13 @@ CREATE TABLE IF NOT EXISTS outcomes (
 """
 
 _ADD = """
-INSERT INTO inferences (job_id, tenant, submitted_at, experts, digests, outcome, metrics)
-VALUES (?, ?, ?, ?, ?, ?, ?)
+INSERT INTO inferences
+    (job_id, tenant, submitted_at, experts, digests, outcome, metrics, shows_specialist)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (job_id) DO UPDATE SET
     submitted_at = excluded.submitted_at, experts = excluded.experts,
-    digests = excluded.digests, outcome = excluded.outcome, metrics = excluded.metrics
+    digests = excluded.digests, outcome = excluded.outcome, metrics = excluded.metrics,
+    shows_specialist = excluded.shows_specialist
 """
 
 # of a job that was not reported before
@@ -77,12 +80,14 @@ Rate = tuple[int, int]
 @quick_init
 @dataclass(frozen=True, slots=True)
 class InferenceRecord:
-    """One request that ended. `outcome`: whether its answer is valid; None if that is not known."""
+    """One request that ended. `outcome`: whether its answer is valid; None if that is not known.
+    `shows_specialist`: it says something about its specialist (see `RequestRun`)."""
 
     metrics: InferenceMetrics
     tenant: str
     digests: tuple[str, ...] = ()
     outcome: bool | None = None
+    shows_specialist: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,8 @@ class VerdictEffect:
     tenant: str = ""
     # the tokens at which a limit cut the answer; 0 = it ended by itself
     cut_at: int = 0
+    # the answer says something about its specialist
+    shows_specialist: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,7 @@ class RecordStore:
         with database_errors(path):
             self._db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
             self._db.executescript(_SCHEMA + RECEIPTS)
+            self._add_missing()
             self._receipts = ReceiptTable(self._db, max_receipts)
             with transaction(self._db) as db:
                 db.execute(
@@ -137,6 +145,14 @@ class RecordStore:
                     "(SELECT digest FROM outcomes ORDER BY changed_at DESC LIMIT ?)",
                     (MAX_DIGESTS,),
                 )
+
+    def _add_missing(self) -> None:
+        """Add the column that a database of an earlier release has not."""
+        column = "shows_specialist"
+        with transaction(self._db) as db:
+            known = [row[1] for row in db.execute("PRAGMA table_info(inferences)")]
+            if column not in known:
+                db.execute(f"ALTER TABLE inferences ADD COLUMN {column} INTEGER NOT NULL DEFAULT 1")
 
     def close(self) -> None:
         self._db.close()
@@ -211,6 +227,7 @@ class RecordStore:
         values = (
             job_id, record.tenant, record.metrics.submitted_at, names, " ".join(record.digests),
             None if outcome is None else int(outcome), msgspec.json.encode(record.metrics),
+            int(record.shows_specialist),
         )  # fmt: skip
         if self._max_records and db.execute(_ADD_NEW, values).rowcount == 1:
             return outcome
@@ -225,12 +242,12 @@ class RecordStore:
         if self._max_records:
             digests = values[4] if before is None else known[1]
             kept = None if outcome is None else int(outcome)
-            db.execute(_ADD, (*values[:4], digests, kept, values[6]))
+            db.execute(_ADD, (*values[:4], digests, kept, *values[6:]))
         return outcome if before is None else None
 
     def judge(self, job_id: str, tenant: str, good: bool, comment: str) -> VerdictEffect:
         """Store a caller's verdict on its own job."""
-        fields = "digests, outcome, verdict, metrics"
+        fields = "digests, outcome, verdict, metrics, shows_specialist"
         with database_errors(self._path), transaction(self._db) as db:
             ask = f"SELECT {fields} FROM inferences WHERE job_id = ? AND tenant = ?"
             row = db.execute(ask, (job_id, tenant)).fetchone()
@@ -255,6 +272,7 @@ class RecordStore:
             row[1] is not None,
             tenant,
             metrics.output_tokens if metrics.finish_reason == "length" else 0,
+            bool(row[4]),
         )
 
     def query(self, query: RecordQuery) -> RecordPage:
