@@ -407,8 +407,8 @@ def test_calls_without_a_key_keep_no_probe_out(stub: Stub, grpc_server: Served) 
             sock.sendall(calls)
         with grpc.insecure_channel(f"{found[1]}:{found[2]}") as channel:
             probe = health_pb2_grpc.HealthStub(channel)
-            deadline = time.monotonic() + 30
-            # of so many new calls at once gRPC itself cancels some
+            deadline = time.monotonic() + 60
+            # of so many new calls at once gRPC itself cancels some, and a busy machine is late
             while not is_serving(probe):
                 assert time.monotonic() < deadline
             for _ in range(5):
@@ -420,7 +420,7 @@ def is_serving(probe: health_pb2_grpc.HealthStub) -> bool:
     try:
         answer = probe.Check(health_pb2.HealthCheckRequest(), timeout=5)
     except grpc.RpcError as error:
-        assert error.code() is _Code.CANCELLED, error
+        assert error.code() in (_Code.CANCELLED, _Code.DEADLINE_EXCEEDED), error
         return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
