@@ -4,7 +4,9 @@
 
 One process, pinned to one core, floods the gateway from each number of connections: with requests
 that are pipelined without a key and whose answers nobody reads (`unread`), the same with answers
-that are read (`read`), and with a WebSocket message of empty fragments (`fragments`). Meanwhile two
+that are read (`read`), with a WebSocket message of empty fragments (`fragments`), with a body in
+chunks of one byte (`chunks`), and from another address with connections that send 30 requests
+without a key and are reset at once (`reset`; of those so many are open at a time). Meanwhile two
 callers stream answers that must be the ones they had before, and a probe asks for /health/live.
 Exit code 1 if a bar is missed: memory within 100 MB and back within 10 s, a probe under 0.5 s, no
 gap in a caller's stream of a second.
@@ -19,10 +21,12 @@ import os
 import re
 import selectors
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -30,7 +34,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-KINDS = ("unread", "read", "fragments")
+KINDS = ("unread", "read", "fragments", "chunks", "reset")
 CALLERS = 2
 # the callers' key, and that of the sockets that flood
 KEYS = ("key-of-the-callers", "key-of-the-flood")
@@ -39,7 +43,15 @@ MAX_MORE_BYTES, MAX_PROBE_S, MAX_GAP_S, BACK_S = 100_000_000, 0.5, 1.0, 10.0
 LEFT_BYTES = 20_000_000
 PROBE_EVERY_S, START_S, WAIT_S = 0.05, 300.0, 60.0
 
-PIPELINE = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * 1500
+GET = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
+PIPELINE, PIPELINE_OF_RESET = GET * 1500, GET * 30
+# where `reset` comes from, so that the callers have another address
+RESET_SOURCE = ("127.0.0.2", 0)
+CHUNKS_HEAD = (
+    "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n"
+    "content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+CHUNKS = b"1\r\na\r\n" * 10_000
 # empty, masked: the beginning of a text, and continuations of it
 FRAGMENTS = b"\x01\x80\0\0\0\0", b"\0\x80\0\0\0\0" * 10_000
 HANDSHAKE = (
@@ -112,6 +124,8 @@ def flood(url: str, kind: str, connections: int, seconds: float, key: str) -> tu
     where = urlsplit(url)
     assert where.hostname is not None and where.port is not None
     address, until = (where.hostname, where.port), time.monotonic() + seconds
+    if kind == "reset":
+        return reset_flood(address, connections, until)
     waiting = selectors.DefaultSelector()
     sent, opened, missing = 0, 0, connections
     while (now := time.monotonic()) < until:
@@ -141,6 +155,24 @@ def flood(url: str, kind: str, connections: int, seconds: float, key: str) -> tu
     return sent, opened
 
 
+def reset_flood(address: tuple[str, int], connections: int, until: float) -> tuple[int, int]:
+    """Connect, send, reset, and again; `connections` of them are open at a time."""
+    sent, opened, alive = 0, 0, deque[socket.socket]()
+    while time.monotonic() < until:
+        with suppress(OSError):
+            sock = socket.create_connection(address, WAIT_S, RESET_SOURCE)
+            # closing resets it
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            opened += 1
+            alive.append(sock)
+            sent += sock.send(PIPELINE_OF_RESET)
+        if len(alive) >= connections:
+            alive.popleft().close()
+    for sock in alive:
+        sock.close()
+    return sent, opened
+
+
 def opened_socket(address: tuple[str, int], kind: str, key: str) -> socket.socket:
     """Ready to be flooded; a WebSocket has begun its message."""
     sock = socket.create_connection(address, timeout=WAIT_S)
@@ -155,6 +187,8 @@ def opened_socket(address: tuple[str, int], kind: str, key: str) -> socket.socke
                 answer += part
             assert b" 101 " in answer, answer
             sock.sendall(FRAGMENTS[0])
+        elif kind == "chunks":
+            sock.sendall(CHUNKS_HEAD.format(key=key).encode())
         sock.setblocking(False)
     except BaseException:
         sock.close()
@@ -164,7 +198,7 @@ def opened_socket(address: tuple[str, int], kind: str, key: str) -> socket.socke
 
 def _send(sock: socket.socket, kind: str, begun: list[int]) -> int:
     """`begun`: bytes of the piece that went before."""
-    piece = FRAGMENTS[1] if kind == "fragments" else PIPELINE
+    piece = {"fragments": FRAGMENTS[1], "chunks": CHUNKS}.get(kind, PIPELINE)
     count = sock.send(memoryview(piece)[begun[0] :])
     begun[0] = (begun[0] + count) % len(piece)
     return count

@@ -21,8 +21,9 @@ import uvicorn
 from coterie import __version__
 from coterie.api.admin.config import SettingsReloader
 from coterie.api.app import create_app
+from coterie.api.transport.acceptor import ConnectionAcceptor
 from coterie.api.transport.connections import OpenConnections
-from coterie.api.transport.http_connection import protocols
+from coterie.api.transport.http_connection import HttpConnection, protocols
 from coterie.cli.terminal import facts, nbytes, note
 from coterie.core.config import Config, ServerSettings
 from coterie.core.errors import CoterieError, InternalError
@@ -54,8 +55,11 @@ class _Server(uvicorn.Server):
         pipeline: Pipeline,
         starting: asyncio.Task[None],
         reloader: SettingsReloader,
+        http_connection: type[HttpConnection],
     ) -> None:
         super().__init__(config)
+        self.http_connection = http_connection
+        self.acceptors: list[ConnectionAcceptor] = []
         self.reloader = reloader
         # a terminal that it was started on
         self.terminal = next((number for number in range(3) if os.isatty(number)), None)
@@ -105,7 +109,20 @@ class _Server(uvicorn.Server):
             changed = ", ".join(result.changed) or "nothing"
             note(f"coterie: settings {result.digest}; changed: {changed}")
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # it would accept one connection per iteration of the loop
+        await super().startup([])
+        self.acceptors = [
+            ConnectionAcceptor(listener, self.http_connection.watching, self._protocol)
+            for listener in sockets or ()
+        ]
+
+    def _protocol(self) -> HttpConnection:
+        return self.http_connection(self.config, self.server_state, self.lifespan.state)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for acceptor in self.acceptors:
+            await acceptor.close()
         ending = asyncio.ensure_future(self._end_requests())
         await super().shutdown(sockets)
         if not self.force_exit:
@@ -174,6 +191,7 @@ async def run(
         pipeline,
         starting,
         app.state.reloader,
+        protocol_classes.http,
     )
     note(f"coterie: listening on {url}, loading models")
     async with grpc_server_if_enabled(config.server, pipeline, app):

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from benchmarks.serving import floods
+from coterie.api.transport.connections import MAX_BURST
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.server_process import KEYS, MAX_PROBE_S, Served, chat
 
@@ -52,13 +53,24 @@ def flooded(served: Served, kind: str, connections: int, seconds: float) -> floo
     return result
 
 
-@pytest.mark.parametrize("kind", ["unread", "fragments"])
+@pytest.mark.parametrize("kind", ["unread", "fragments", "chunks"])
 def test_a_short_flood(served: Served, kind: str) -> None:
     result = flooded(served, kind, 8, 1.5)
     # on a busy machine everybody waits longer
     late = {"a probe waited", "a stream paused"}
     assert set(result.faults()) <= late, result.row()
     assert max(result.probes) < MAX_PROBE_S
+
+
+def test_connections_that_are_opened_without_end(served: Served) -> None:
+    """Of an address that opens them too fast most are refused; the other one waits for nothing."""
+    before = num_refused(served, "connection_rate")
+    result = flooded(served, "reset", 4, 4.0)
+    assert set(result.faults()) <= {"a probe waited", "a stream paused"}, result.row()
+    assert max(result.probes) < MAX_PROBE_S
+    # on a busy machine the flood may be slower than the rate
+    if result.opened > 4 * MAX_BURST:
+        assert num_refused(served, "connection_rate") > before + 100
 
 
 @pytest.mark.full
@@ -91,8 +103,8 @@ def test_unfinished_messages_of_sockets_have_a_limit(served: Served) -> None:
         assert time.monotonic() < deadline, served.log()
 
 
-def num_refused(served: Served) -> float:
+def num_refused(served: Served, reason: str = "large_messages") -> float:
     text = served.get("/metrics", x_api_key=KEYS[0]).body.decode()
-    name = 'coterie_connections_refused_total{reason="large_messages"}'
+    name = f'coterie_connections_refused_total{{reason="{reason}"}}'
     found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
     return float(found[1]) if found else 0.0

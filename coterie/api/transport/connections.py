@@ -2,8 +2,8 @@
 
 Adds limits to uvicorn's protocols: bytes of headers, and bytes that wait to be parsed; seconds for
 headers, bodies, idle connections and unread answers; the number of connections in all and per
-address. These limits apply before a client has sent a key, so they bound what an unknown client can
-cost.
+address, and how many an address opens in a second. These limits apply before a client has sent a
+key, so they bound what an unknown client can cost.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import ipaddress
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -35,6 +36,11 @@ RETRY_S = 1
 MAX_UNREAD_BYTES = 65_536
 # seconds of parsing in one turn of a connection, and turns in one iteration of the event loop
 TURN_S, MAX_TURNS = 0.0005, 4
+# new connections of an address: so many at once, and then so many a second; if more may be open
+# (`max_connections_per_address`), as many at once as may be open, and half of that a second
+MAX_BURST, RATE_SHARE = 512, 0.5
+# addresses whose rates are known before the rested ones are forgotten
+MAX_RATES = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -66,12 +72,19 @@ class OpenConnections:
         # when the next sweep is due, in the loop's time
         self._due_at = 0.0
         self.turns = ParseTurns()
+        self._rates = ConnectionRates(max(MAX_BURST, settings.max_connections_per_address))
         # connections that are being upgraded: the WebSocket protocol takes them from here
         self.handed_over: dict[asyncio.Transport, WatchedConnection] = {}
 
-    def enter(self, transport: asyncio.Transport) -> WatchedConnection | None:
+    def may_connect(self, address: str) -> bool:
+        """Whether this address may open a connection now; if not, that is counted."""
+        if self._rates.take(address, time.monotonic()):
+            return True
+        self._refuse("connection_rate", address)
+        return False
+
+    def enter(self, transport: asyncio.Transport, address: str) -> WatchedConnection | None:
         """Count a new connection. None if there are too many."""
-        address = _address(transport)
         if len(self._open) >= self.max_connections:
             self._refuse("connections", "")
             return None
@@ -162,16 +175,39 @@ def _end(watched: WatchedConnection) -> None:
     watched.phase = "idle"
 
 
-def _address(transport: asyncio.Transport) -> str:
-    """The address to count by. An IPv6 network of 64 bits counts as one address, because one host
-    can have all of it."""
-    peer = transport.get_extra_info("peername")
-    if not isinstance(peer, tuple):
-        return "local"
+class ConnectionRates:
+    """How many connections each address may open now: `burst` of them, which come back at
+    `RATE_SHARE` of that a second."""
+
+    def __init__(self, burst: int) -> None:
+        self._burst = burst
+        # address -> when it may open all of them again, in seconds
+        self._rested_at: dict[str, float] = {}
+
+    def take(self, address: str, now: float) -> bool:
+        rate = self._burst * RATE_SHARE
+        rested_at = max(self._rested_at.get(address, 0.0), now) + 1 / rate
+        # a half: the sum of many shares is not exact
+        if (rested_at - now) * rate > self._burst + 0.5:
+            return False
+        if len(self._rested_at) >= MAX_RATES and address not in self._rested_at:
+            self._rested_at = {name: at for name, at in self._rested_at.items() if at > now}
+        self._rested_at[address] = rested_at
+        return True
+
+
+def address_of(peer: Any) -> str:
+    """The address of a peer to count by. An IPv6 network of 64 bits counts as one address, because
+    one host can have all of it."""
+    return _counted_as(str(peer[0])) if isinstance(peer, tuple) else "local"
+
+
+@lru_cache(maxsize=1024)
+def _counted_as(host: str) -> str:
     try:
-        address = ipaddress.ip_address(str(peer[0]).partition("%")[0])
+        address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return str(peer[0])
+        return host
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return str(address.ipv4_mapped)
@@ -193,11 +229,13 @@ def plain_answer(status: int, message: str, code: str, retry_after_s: int | None
 
 
 class ParseTurns:
-    """Shares the event loop between the connections that have bytes to parse, in their order. What
-    a turn begins, a request's task, runs in the next iteration, so this limits those too."""
+    """Shares the event loop between the addresses that have bytes to parse, one after the other,
+    and the turns of an address between its connections, in their order. What a turn begins, a
+    request's task, runs in the next iteration, so this limits those too."""
 
     def __init__(self) -> None:
-        self._waiting: deque[WatchedProtocol] = deque()
+        # by address, the next one first
+        self._waiting: dict[str, deque[WatchedProtocol]] = {}
         # turns in this iteration
         self._num_taken = 0
         self._next: asyncio.Handle | None = None
@@ -212,7 +250,7 @@ class ParseTurns:
         protocol.parse()
 
     def wait(self, protocol: WatchedProtocol) -> None:
-        self._waiting.append(protocol)
+        self._waiting.setdefault(protocol.address, deque()).append(protocol)
         protocol.waits_for_turn = True
         self._begin_next(protocol.loop)
 
@@ -222,9 +260,15 @@ class ParseTurns:
 
     def _iterate(self, loop: asyncio.AbstractEventLoop) -> None:
         self._next = None
-        self._num_taken = min(MAX_TURNS, len(self._waiting))
-        for _ in range(self._num_taken):
-            protocol = self._waiting.popleft()
+        self._num_taken = 0
+        while self._waiting and self._num_taken < MAX_TURNS:
+            self._num_taken += 1
+            address, protocols = next(iter(self._waiting.items()))
+            protocol = protocols.popleft()
+            # to the end
+            del self._waiting[address]
+            if protocols:
+                self._waiting[address] = protocols
             protocol.waits_for_turn = False
             try:
                 protocol.parse()
@@ -248,6 +292,8 @@ class WatchedProtocol(asyncio.Protocol):
     watching: OpenConnections
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
+    # as `address_of` tells it; set before the connection is made
+    address = "local"
     _watched: WatchedConnection | None = None
     waits_for_turn = False
 

@@ -67,7 +67,7 @@ class HttpConnection(WatchedProtocol, HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = FlowControl(_BodyReading(self.parse_soon))  # type: ignore[arg-type]
-        self._watched = self.watching.enter(transport)
+        self._watched = self.watching.enter(transport, self.address)
         if self._watched is None:
             message = "too many connections are open; try again later"
             transport.write(plain_answer(503, message, "too_many_connections", RETRY_S))

@@ -38,6 +38,8 @@ class SocketConnection(WatchedProtocol, WebSocketsSansIOProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._watched = self.watching.handed_over.pop(transport, None)
+        if self._watched is not None:
+            self.address = self._watched.address
 
     def connection_lost(self, exc: Exception | None) -> None:
         receiving.num_bytes -= self._held_bytes
