@@ -286,8 +286,14 @@ def _canary_line(figures: dict[str, Any]) -> str:
     return (
         f"canary {name} for {figures['subject']}, {figures['share']:.0%}: {counts} valid, evidence "
         f"{figures['evidence_not_worse']:g} for and {figures['evidence_worse']:g} against, "
-        f"{figures['needed']:g} needed"
+        f"{figures['needed']:g} needed" + latest_end(figures)
     )
+
+
+def latest_end(figures: dict[str, Any]) -> str:
+    """When a canary ends undecided; empty for a server of an earlier release."""
+    ends_at = figures.get("ends_at")
+    return f", until {_value('ends_at', ends_at)} at the latest" if ends_at else ""
 
 
 def _cut_open(figures: dict[str, Any], side: str) -> str:

@@ -115,6 +115,13 @@ class EnsembleSettings:
     spike_s: float = key(
         10.0, "number", "Load that lasts this long is a spike; half of it without ends one.", low=0
     )
+    canary_s: float = key(
+        604_800.0,
+        "number",
+        "A canary that is undecided after this long is ended; the version stays staged.",
+        low=1,
+        high=3.2e7,
+    )
     max_receipts: int = key(
         100_000, "integer", "Receipts kept; the oldest go first.", low=0, high=100_000_000
     )

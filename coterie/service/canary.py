@@ -225,9 +225,9 @@ class CanaryTest:
             self._end(ROLLED_BACK, now, "undecided")
         return self.outcome != RUNNING
 
-    def stop(self, outcome: str, now: float) -> None:
-        """By an operator."""
-        self._end(outcome, now)
+    def stop(self, outcome: str, now: float, why: str = "") -> None:
+        """By an operator, or because its time is over."""
+        self._end(outcome, now, why)
 
     def _end(self, outcome: str, now: float, why: str = "") -> None:
         self.outcome, self.ended_at, self.why = outcome, now, why
@@ -357,6 +357,8 @@ class CanarySet:
         """`note` takes actor, kind, subject and details for the audit log."""
         self._clock, self._note = clock, note
         self._tests: dict[str, CanaryTest] = {}
+        # how long one may be undecided
+        self.longest_s = math.inf
         # by intent
         self._owners: dict[str, str] = {}
 
@@ -374,8 +376,9 @@ class CanarySet:
         if spec.candidate == spec.current:
             raise Conflict(f"{spec.label or spec.candidate} is the current one already")
         test = self._tests[spec.key] = CanaryTest(spec, self._clock())
-        self._note(actor, "canary_started", spec.label or spec.candidate, test.figures())
-        return test.figures()
+        figures = self._figures(test)
+        self._note(actor, "canary_started", spec.label or spec.candidate, figures)
+        return figures
 
     def stop(self, subject: str, actor: str) -> dict[str, Any]:
         """End it without a decision: the current one stays. `subject`: an adapter or an intent.
@@ -387,6 +390,15 @@ class CanarySet:
         test.stop(ROLLED_BACK, self._clock())
         self._note(actor, "canary_stopped", test.spec.label, test.figures())
         return test.figures()
+
+    def look(self) -> None:
+        """End what is undecided for too long: perhaps nothing judges its answers, or nobody asks
+        for it."""
+        now = self._clock()
+        for key, test in list(self._tests.items()):
+            if now - test.started_at >= self.longest_s:
+                test.stop(ROLLED_BACK, now, "undecided")
+                self._end(key, test)
 
     def adapters(
         self, adapters: Sequence[AdapterChoice], request_id: str
@@ -431,7 +443,7 @@ class CanarySet:
             self._judged(f"specialist:{intent}", specialist, answer, request_id)
 
     def figures(self) -> list[dict[str, Any]]:
-        return [test.figures() for test in self._tests.values()]
+        return [self._figures(test) for test in self._tests.values()]
 
     def saved(self) -> dict[str, Any]:
         tests = [test.saved() for test in self._tests.values()]
@@ -441,6 +453,8 @@ class CanarySet:
         self._tests = {}
         for state in saved.get("tests", ()):
             test = CanaryTest.restored(state)
+            # of a clock that was set back since
+            test.started_at = min(test.started_at, self._clock())
             spec = test.spec
             if spec.kind == "adapter" or {spec.candidate, spec.current} <= set(specialists):
                 self._tests[spec.key] = test
@@ -454,10 +468,16 @@ class CanarySet:
         spec = test.spec
         if spec.takes(request_id) != (who == spec.candidate):
             return
-        if not test.judged(who == spec.candidate, answer, self._clock()):
-            return
+        if test.judged(who == spec.candidate, answer, self._clock()):
+            self._end(key, test)
+
+    def _figures(self, test: CanaryTest) -> dict[str, Any]:
+        """Of a running one, with the time at which it ends at the latest."""
+        return test.figures() | {"ends_at": test.started_at + self.longest_s}
+
+    def _end(self, key: str, test: CanaryTest) -> None:
         del self._tests[key]
-        is_good = test.outcome == PROMOTED
+        spec, is_good = test.spec, test.outcome == PROMOTED
         if is_good and spec.kind == "specialist":
             self._owners[spec.subject] = spec.candidate
         kind = "canary_promoted" if is_good else "canary_rolled_back"

@@ -430,7 +430,9 @@ class EnsembleService:
         self.recent_changes.extend(changes)
         for change in changes:
             self._fleet.registry.value("coterie_control_changes", change.kind).add()
-            log("ensemble_changed", model=change.subject, reason=f"{change.kind} by {change.actor}")
+            why = f" ({change.details['why']})" if change.details.get("why") else ""
+            reason = f"{change.kind} by {change.actor}{why}"
+            log("ensemble_changed", model=change.subject, reason=reason)
             if change.kind in ("breaker_tripped", "demoted"):
                 self._labels.demoted(change.subject, change.at)
             if change.kind == "canary_promoted" and change.details["kind"] == "adapter":

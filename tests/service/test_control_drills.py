@@ -23,7 +23,7 @@ from coterie.service.breaker.spike import DemandShares
 from coterie.service.breaker.steering import SteeredPlan, SteerRequest
 from coterie.service.breaker.watch import WatchedSpecialist
 from coterie.service.canary import CanarySpec
-from coterie.service.slo.evidence import whole
+from coterie.service.slo.evidence import JudgedAnswer, whole
 
 COUNT = itertools.count()
 FLOOR = SloSettings(correctness=0.9)
@@ -483,6 +483,35 @@ def test_a_canary_compares_only_requests_that_were_drawn_for_a_side() -> None:
     assert after == [200 - old, old, 200 - sql, sql]
     rate = control.watches["sql"].breaker.window.rate(control.now)
     assert rate.judged == 0
+
+
+def test_a_canary_that_nothing_judges_ends_undecided() -> None:
+    drill = Drill(WatchedSpecialist("base"), canary_s=3600.0)
+    control = drill.control
+    figures = control.start_canary(ADAPTER, "ann")
+    assert figures["ends_at"] == drill.now + 3600
+    for step in range(30):
+        drill.now += 100
+        plan = drill.plan("base", adapters=(NEW,))
+        control.judged(plan, JudgedAnswer("", max_tokens=100), SteerRequest(f"{step}", 5))
+        control.look()
+    saved = control.saved()
+    drill.now += 599
+    control.look()
+    assert [item["ends_at"] for item in control.canaries.figures()] == [drill.now + 1]
+    drill.now += 1
+    control.look()
+    started, ended = control.changes.take()
+    assert (started.kind, ended.kind, ended.actor) == (
+        "canary_started", "canary_rolled_back", "control",
+    )  # fmt: skip
+    assert (ended.subject, ended.details["why"]) == ("sql@2", "undecided")
+    assert ended.details["candidate_judged"] == 0
+    assert drill.steer("base", adapters=(OLD,)).adapters is None
+    # also over a restart, on a clock that was set back
+    drill.now -= 10_000
+    control.restore_saved(saved)
+    assert control.canaries.figures()[0]["ends_at"] == drill.now + 3600
 
 
 def test_a_canary_specialist_takes_over_its_intent_and_gives_it_back() -> None:

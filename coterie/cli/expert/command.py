@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 from coterie.cli.admin_client import add_server, ask
-from coterie.cli.ensemble import share
+from coterie.cli.ensemble import latest_end, share
 from coterie.cli.expert import actions
 from coterie.cli.expert import actions as packing
 from coterie.cli.expert import evaluate as testing
@@ -96,8 +96,9 @@ examples:
 Asks a running server. Where checks or a floor (slo.correctness) can judge the
 version, it starts a canary: the version gets a share of the requests that would
 run with the expert, and a sequential test of the validated pass rates makes it
-current, or leaves the one before. Elsewhere it becomes current at once. coterie
-ensemble status shows a canary, coterie ensemble audit how it ended.
+current, or leaves the one before. One that is undecided after ensemble.canary_s
+(a week) ends, and the version stays staged. Elsewhere it becomes current at
+once. coterie ensemble status shows a canary, coterie ensemble audit how it ended.
 """
 _ROLLBACK = """\
 examples:
@@ -163,7 +164,8 @@ def promote(args: argparse.Namespace) -> int:
 
 
 def _canary_text(figures: dict[str, Any]) -> str:
-    return f"{figures['label']} gets {figures['share']:.0%} until a test has decided"
+    text = f"{figures['label']} gets {figures['share']:.0%} until a test has decided"
+    return text + latest_end(figures)
 
 
 def _configure_pack(menu: ActionMenu) -> None:

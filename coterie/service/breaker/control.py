@@ -184,8 +184,10 @@ class EnsembleControl:
         return watch.replicas.ejected(now)
 
     def look(self) -> None:
-        """To be called every second or so: a breaker may change without a new answer."""
+        """To be called every second or so: a breaker may change without a new answer, and a canary
+        end without one."""
         now = self._clock()
+        self.canaries.look()
         for watch in self._watches.values():
             self._look(watch, now)
 
@@ -368,6 +370,7 @@ class EnsembleControl:
         self._watches = {item.name: SpecialistWatch(item, settings) for item in specialists}
         self._base = specialists[0].name if specialists else ""
         self._intents = {item.name: item for item in intents}
+        self.canaries.longest_s = settings.canary_s
         self._steering = PlanSteering(
             self._watches, self._base, settings, self.canaries, self._outcomes
         )
