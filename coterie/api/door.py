@@ -6,6 +6,7 @@ times, paths and the reasons of refusals; never a prompt, a key, a header or a q
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import time
@@ -396,9 +397,52 @@ def _plan_headers(exchange: Exchange, scope: Scope) -> list[tuple[bytes, bytes]]
     return headers
 
 
+# what a caller gets whose key or origin is refused
+_UNKNOWN_CALLER = frozenset({401, 403, 421})
+# lines about such callers in this time; the others are counted in one line
+MAX_UNKNOWN_LINES, UNKNOWN_LINES_S = 20, 10.0
+
+
+class _UnknownCallerLines:
+    """Keeps callers without a key from filling the log."""
+
+    def __init__(self) -> None:
+        self._begun_at = -UNKNOWN_LINES_S
+        self._num_lines = self._left_out = 0
+
+    def may_write(self) -> bool:
+        now = time.monotonic()
+        if now - self._begun_at >= UNKNOWN_LINES_S:
+            self._tell()
+            self._begun_at, self._num_lines = now, 0
+        if self._num_lines < MAX_UNKNOWN_LINES:
+            self._num_lines += 1
+            return True
+        if not self._left_out:
+            asyncio.get_running_loop().call_later(UNKNOWN_LINES_S, self._tell)
+        self._left_out += 1
+        return False
+
+    def _tell(self) -> None:
+        if self._left_out:
+            log("unknown_callers_refused", level="warning", attempt=self._left_out)
+            self._left_out = 0
+
+
+_unknown_callers = _UnknownCallerLines()
+
+
+def is_logged(exchange: Exchange) -> bool:
+    """Whether this request has a line of its own; of callers without a key only the first have."""
+    is_unknown = exchange.status in _UNKNOWN_CALLER and exchange.tenant == OPEN_TENANT
+    return not is_unknown or _unknown_callers.may_write()
+
+
 def log_exchange(exchange: Exchange, scope: Scope, method: str) -> None:
     is_refused = 400 <= exchange.status < 500 and exchange.status != CLIENT_CLOSED
     end_trace(exchange, method, getattr(scope.get("route"), "path", ""))
+    if not is_logged(exchange):
+        return
     log(
         "request",
         # health probes come every second

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import anthropic
 import openai
 import pytest
 
+from coterie.api import door
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.server_process import KEYS, Reply, Served, chat, frames
 
@@ -256,3 +259,33 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error(tmp_path: Path) -> 
         assert "Traceback" not in served.log()
     finally:
         served.stop()
+
+
+def test_callers_without_a_key_do_not_fill_the_log(strict_server: Served) -> None:
+    for _ in range(40):
+        assert strict_server.get("/one-of-forty").status == 401
+    strict_server.get("/v1/models", **bearer(KEYS[0]))
+    lines = [line for line in strict_server.log().splitlines() if '"/one-of-forty"' in line]
+    assert len(lines) <= door.MAX_UNKNOWN_LINES
+
+
+def test_the_log_has_the_number_of_callers_without_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(door, "UNKNOWN_LINES_S", 0.05)
+    monkeypatch.setattr(door, "log", lambda event, **fields: told.append((event, fields)))
+    monkeypatch.setattr(door, "_unknown_callers", door._UnknownCallerLines())
+
+    async def drill() -> list[bool]:
+        exchange = door.Exchange("req_1", "openai", time.monotonic(), status=401)
+        known = replace(exchange, tenant="t", status=403)
+        logged = [door.is_logged(exchange) for _ in range(50)]
+        assert door.is_logged(known) and door.is_logged(replace(exchange, status=404))
+        while not told:
+            await asyncio.sleep(0.01)
+        return logged
+
+    logged = asyncio.run(drill())
+    assert logged.count(True) == door.MAX_UNKNOWN_LINES
+    assert told == [("unknown_callers_refused", {"level": "warning", "attempt": 30})]

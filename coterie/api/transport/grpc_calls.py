@@ -23,6 +23,7 @@ from coterie.api.door import (
     Exchange,
     RefusalReceipts,
     end_trace,
+    is_logged,
     log_fault,
     new_id,
     note_receipt,
@@ -292,6 +293,8 @@ class _CallRecord:
     def log(self) -> None:
         exchange = self.exchange
         end_trace(exchange, "GRPC", f"/{SERVICE}/{self._name}")
+        if not is_logged(exchange):
+            return
         log(
             "request",
             request_id=exchange.request_id,
