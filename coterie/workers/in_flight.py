@@ -47,6 +47,9 @@ class InFlightRequest:
     outage_s: float = 0.0
     # whether the running worker has it
     present: bool = True
+    # worker processes that had it when they fell silent. They may have sent reports of it that are
+    # still to be read, so it never runs there again
+    left: set[object] = field(default_factory=set)
     # timer for a deadline that passes without an event
     alarm: asyncio.TimerHandle | None = None
 
@@ -141,10 +144,12 @@ class InFlightRequests:
                     request_id = entry.assignment.request_id
                     log("request_not_moved", level="error", error=error, request_id=request_id)
 
-    def release(self, request_id: str, *, is_silent: bool) -> InFlightRequest | None:
-        """Remove a request that another replica continues; None if it has to stay."""
+    def release(
+        self, request_id: str, to_child: object, *, is_silent: bool
+    ) -> InFlightRequest | None:
+        """Remove a request that another worker process continues; None if it has to stay."""
         entry = self._entries.get(request_id)
-        if entry is None or not entry.may_move(is_silent=is_silent):
+        if entry is None or not entry.may_move(is_silent=is_silent) or to_child in entry.left:
             return None
         return self._remove(request_id)
 

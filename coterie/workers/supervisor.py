@@ -144,11 +144,12 @@ class ProcessReplica:
             return False
         if to._requests.holds(request_id):
             return False
-        entry = self._requests.release(request_id, is_silent=self._is_silent)
+        entry = self._requests.release(request_id, to._child, is_silent=self._is_silent)
         if entry is None:
             return False
         if entry.present:
             # if the worker is heard again, it must not go on
+            entry.left.add(self._child)
             self._send(WorkerCommand("abort", request_id))
         to._requests.adopt(entry)
         to._hand_over()
