@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 from coterie.core.adapters import AdapterCard, AdapterProfile
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from coterie.routing.features.features import PromptFeatures
 
 
@@ -38,10 +41,19 @@ class Matcher(Protocol):
     def threshold(self) -> float:
         """The lowest probability at which an adapter should be chosen."""
 
+    @property
+    def profiles(self) -> Sequence[AdapterProfile]:
+        """Those that it can find."""
+
     def match(
-        self, text: str, features: PromptFeatures | None = None, k: int = 30
+        self,
+        text: str,
+        features: PromptFeatures | None = None,
+        k: int = 30,
+        among: NDArray[np.bool_] | None = None,
     ) -> Sequence[AdapterMatch]:
-        """The `k` most likely first, and those that the prompt's words name, by probability."""
+        """The `k` most likely first, and those that the prompt's words name, by probability. Of the
+        rest of `profiles`, where `among` is false, nothing is said."""
 
 
 class OutcomeRates(Protocol):

@@ -161,12 +161,21 @@ class NameResolver:
         """Whether the tenant may use an adapter, on a specialist that it may use. One that
         specialists always run with belongs to them: the right to one of them is needed, and is
         enough."""
+        return self.usable(hints)(card)
+
+    def usable(self, hints: RouteHints) -> Callable[[AdapterCard], bool]:
+        """`may_use` for many adapters."""
         if not hints.allowed and not hints.allowed_experts:
-            return True
-        owners = self._owners.get(card.name, set()) | self._owners.get(card.digest, set())
-        if owners:
-            return not hints.allowed or not owners.isdisjoint(hints.allowed)
-        return not hints.allowed_experts or card.name in hints.allowed_experts
+            return lambda card: True
+        allowed, experts = frozenset(hints.allowed), frozenset(hints.allowed_experts)
+
+        def may_use(card: AdapterCard) -> bool:
+            owners = self._owners.get(card.name, set()) | self._owners.get(card.digest, set())
+            if owners:
+                return not allowed or not owners.isdisjoint(allowed)
+            return not experts or card.name in experts
+
+        return may_use
 
     def _check_expert(self, card: AdapterCard, hints: RouteHints, param: str) -> None:
         if not self.may_use(card, hints):
@@ -175,7 +184,8 @@ class NameResolver:
     def _names_for(self, hints: RouteHints) -> list[str]:
         """The names and aliases of the adapters that the tenant may use, for messages."""
         found = ((name, self._catalog.find(name, "")) for name in self._catalog.names())
-        return [name for name, card in found if card is not None and self.may_use(card, hints)]
+        may_use = self.usable(hints)
+        return [name for name, card in found if card is not None and may_use(card)]
 
     def with_fixed(self, specialist: str, chosen: tuple[AdapterChoice, ...]) -> FixedStack:
         """The adapters that the specialist always runs with, then `chosen`. Those of `chosen` that

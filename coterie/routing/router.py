@@ -12,11 +12,14 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
 
 from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.aliases import NO_ALIASES, ModelAliases
 from coterie.core.errors import InvalidRequest
+from coterie.core.lru import LruCache
 from coterie.core.plan import (
     AdapterChoice,
     AlternateSpecialist,
@@ -65,6 +68,8 @@ from coterie.routing.resolve import (
 
 __all__ = ["ResolvedRoute", "Router", "Specialist"]
 
+# sets of rights whose experts are remembered: a byte for each expert
+MAX_RIGHTS = 256
 # adapters that are considered for one request
 CANDIDATES = 30
 NO_NAMES = RequestedNames(None)
@@ -107,6 +112,34 @@ class _PlanDraft:
     classified: ClassifierInput | None = None
 
 
+class _UsableRows:
+    """Which rows of the newest matcher a tenant may use: found once for each set of rights."""
+
+    def __init__(self) -> None:
+        self._found = _RowsOf(None)
+
+    def of(self, matcher: Matcher, hints: RouteHints, names: NameResolver) -> NDArray[np.bool_]:
+        found = self._found
+        if found.matcher is not matcher:
+            found = self._found = _RowsOf(matcher)
+
+        def find() -> NDArray[np.bool_]:
+            may_use = names.usable(hints)
+            return np.array([may_use(item.card) for item in matcher.profiles], np.bool_)
+
+        return found.rows.get_or_make((hints.allowed, hints.allowed_experts), find)
+
+
+class _RowsOf:
+    """By rights: the specialists and the experts that a tenant may use."""
+
+    def __init__(self, matcher: Matcher | None) -> None:
+        self.matcher = matcher
+        self.rows: LruCache[tuple[tuple[str, ...], tuple[str, ...]], NDArray[np.bool_]] = LruCache(
+            MAX_RIGHTS
+        )
+
+
 class Router:
     """The first specialist answers requests that name no model and match no adapter.
 
@@ -129,6 +162,7 @@ class Router:
         self._settings = settings or RoutingSettings()
         self._outcomes = outcomes or NoOutcomes()
         self._matcher = matcher
+        self._usable = _UsableRows()
         self._trained = trained
         self._served = ServedIntents.of((item.name, item.intents) for item in specialists)
         self._fixed_names = frozenset(
@@ -317,11 +351,8 @@ class Router:
         """The most likely adapters of those that the tenant may use."""
         if not hints.allowed and not hints.allowed_experts:
             return matcher.match(text, features, CANDIDATES)
-        installed = self._catalog.current_profiles().values()
-        hidden = sum(not self._names.may_use(item.card, hints) for item in installed)
-        found = matcher.match(text, features, CANDIDATES + hidden)
-        usable = (item for item in found if self._names.may_use(item.profile.card, hints))
-        return list(islice(usable, CANDIDATES))
+        among = self._usable.of(matcher, hints, self._names)
+        return matcher.match(text, features, CANDIDATES, among)
 
     def plan_again(self, request_id: str, hints: RouteHints, stored: StoredRouting) -> RoutePlan:
         """The decision about a request of the past, from what was stored of it. Only who answers is
@@ -386,13 +417,14 @@ class Router:
 
     def _installed_adapters(self, hints: RouteHints, only: str = "") -> InstalledAdapters:
         """`only`: the specialist that was chosen already; "" = any that the tenant may use."""
+        may_use = self._names.usable(hints)
 
         def fits(card: AdapterCard) -> tuple[str, ...]:
             # what a specialist always runs with is for that specialist alone
             if only and card.name in self._fixed_names:
                 return ()
             # it may be required by one that the tenant may use
-            if not self._names.may_use(card, hints):
+            if not may_use(card):
                 return ()
             able = (only,) if only else hints.allowed or self._names.specialists
             return tuple(name for name in self._names.fits(card) if name in able)

@@ -8,6 +8,7 @@ are scored with the full probe. Makes no decision: that is the router's work.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -39,6 +40,8 @@ MAX_PARTS = 8
 _GRAPH_FACTOR = 8
 # columns of a graph's row for words, in addition to those for meaning and shape
 _FOLDED = 512
+# rows are read one by one if there are at most this many times as many
+FEW_ROWS = 32
 _ONE = np.ones(1, np.float32)
 _COLUMN = np.arange(NUM_BUCKETS) % _FOLDED
 _SIGN = np.random.default_rng(0).choice(np.array([-1.0, 1.0], np.float32), NUM_BUCKETS)
@@ -62,15 +65,15 @@ class Matcher:
     def __init__(
         self, profiles: Sequence[AdapterProfile], learnt: LearntProbes, embedder: Embedder
     ) -> None:
-        self._profiles, self._embedder = tuple(profiles), embedder
+        self.profiles, self._embedder = tuple(profiles), embedder
         self.calibration: ScoreCalibration = calibration_of(embedder.name)
         self._joint, self._short = learnt.joint, learnt.short
         # a text uses few of its rows
         self._words, self._scales = learnt.words, learnt.scales
-        self._rows_by_word = _rows_by_word(self._profiles)
+        self._rows_by_word = _rows_by_word(self.profiles)
         self._graph: AdapterIndex | None = None
-        if len(self._profiles) > MAX_EXACT_ROWS:
-            rows = [_row(learnt, row) for row in range(len(self._profiles))]
+        if len(self.profiles) > MAX_EXACT_ROWS:
+            rows = [_row(learnt, row) for row in range(len(self.profiles))]
             self._graph = AdapterIndex(np.stack(rows), MAX_EXACT_ROWS)
 
     @classmethod
@@ -84,14 +87,23 @@ class Matcher:
         return self.calibration.threshold
 
     def match(
-        self, text: str, features: PromptFeatures | None = None, k: int = CANDIDATES
+        self,
+        text: str,
+        features: PromptFeatures | None = None,
+        k: int = CANDIDATES,
+        among: NDArray[np.bool_] | None = None,
     ) -> list[AdapterMatch]:
-        """At most `k` adapters, the most likely first, and those that the prompt's words name."""
+        """At most `k` adapters, the most likely first, and those that the prompt's words name.
+        `among`: of which rows of `profiles`; None = of all."""
+        usable = None if among is None else np.flatnonzero(among)
+        if usable is not None and not len(usable):
+            return []
         query = sketch(text, self._embedder)
-        rows, scores = self._scored(query, k)
+        rows, scores = self._scored(query, k, usable)
         best = np.lexsort((rows, -scores))[:k]
         rows, scores = rows[best], scores[best]
-        hinted = self._hinted(features, rows) if len(self._profiles) > k else None
+        is_all = len(self.profiles if usable is None else usable) <= k
+        hinted = None if is_all else self._hinted(features, rows, among)
         if hinted is not None and len(hinted):
             rows = np.concatenate((rows, hinted))
             scores = np.concatenate((scores, self._full_scores(query, hinted)))
@@ -103,12 +115,15 @@ class Matcher:
         found = rows.tolist()
         parts = self._part_probabilities(bounded(text), found, likely)
         return [
-            AdapterMatch(self._profiles[row], similarity, probability, parts.get(row, 0.0))
+            AdapterMatch(self.profiles[row], similarity, probability, parts.get(row, 0.0))
             for row, similarity, probability in zip(found, similar.tolist(), likely, strict=True)
         ]
 
     def _hinted(
-        self, features: PromptFeatures | None, known: NDArray[np.int64]
+        self,
+        features: PromptFeatures | None,
+        known: NDArray[np.int64],
+        among: NDArray[np.bool_] | None,
     ) -> NDArray[np.int64]:
         """Adapters with a keyword or a capability that the prompt names, those with the rarest ones
         first."""
@@ -119,7 +134,7 @@ class Matcher:
         seen, hinted = set(known.tolist()), []
         for rows, _ in sorted(by_word, key=lambda item: (len(item[0]), item[1])):
             for row in rows:
-                if row not in seen:
+                if row not in seen and (among is None or among[row]):
                     seen.add(row)
                     hinted.append(row)
                 if len(hinted) == MAX_HINTED:
@@ -163,22 +178,42 @@ class Matcher:
         scores = self._full_scores(sketch(text, self._embedder), rows)
         return self.calibration.probability(scores.astype(np.float64))
 
-    def _scored(self, query: TextSketch, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def _scored(
+        self, query: TextSketch, k: int, usable: NDArray[np.int64] | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """At least `k` rows with their scores, if there are that many."""
-        rows = np.arange(len(self._profiles))
-        if self._graph is not None:
-            nearest = self._graph.search(_column(query), _GRAPH_FACTOR * k)
-            rows = np.array([row for row, _ in nearest], np.int64)
-        word_scores = self._word_scores(query, rows)
-        is_all = self._graph is None and len(rows) <= k
+        rows = np.arange(len(self.profiles)) if usable is None else usable
+        is_near = self._graph is not None and len(rows) > MAX_EXACT_ROWS
+        if is_near:
+            rows = self._nearest(query, k, usable)
+        is_all = not is_near and len(rows) == len(self.profiles)
+        # to read a few rows of a table is faster than to read all of it, many rows are slower
+        is_few = is_near or len(rows) * FEW_ROWS <= len(self.profiles)
+        word_scores = self._word_scores(query, rows if is_few else None)
+        if not (is_few or is_all):
+            word_scores = word_scores[rows]
         if len(rows) > k:
-            rough = self._short[rows] if self._graph is not None else self._short
-            best = np.argpartition(rough @ _short_query(query) + word_scores, -k)[-k:]
+            short = self._short[rows] if is_few else self._short
+            rough = short @ _short_query(query)
+            if not (is_few or is_all):
+                rough = rough[rows]
+            best = np.argpartition(rough + word_scores, -k)[-k:]
             rows, word_scores = rows[best], word_scores[best]
+            is_all = False
         # without a copy if these are all rows, in order
         joint = self._joint if is_all else self._joint[rows]
         scores: NDArray[np.float32] = joint @ _pairs(query) + word_scores
         return rows, scores
+
+    def _nearest(
+        self, query: TextSketch, k: int, usable: NDArray[np.int64] | None
+    ) -> NDArray[np.int64]:
+        assert self._graph is not None
+        wanted, total = _GRAPH_FACTOR * k, len(self.profiles)
+        if usable is not None:
+            wanted = math.ceil(wanted * total / len(usable))
+        rows = np.array([row for row, _ in self._graph.search(_column(query), wanted)], np.int64)
+        return rows if usable is None else rows[np.isin(rows, usable)]
 
     def _full_scores(self, query: TextSketch, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Of a few rows."""
@@ -186,14 +221,15 @@ class Matcher:
         scores: NDArray[np.float32] = self._joint[rows] @ _pairs(query) + words * self._scales[rows]
         return scores
 
-    def _word_scores(self, query: TextSketch, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        weights = (
-            self._words[query.grams]
-            if self._graph is None
-            else self._words[np.ix_(query.grams, rows)]
-        )
-        word_scores: NDArray[np.float32] = (query.weights @ weights) * self._scales[rows]
-        return word_scores
+    def _word_scores(
+        self, query: TextSketch, rows: NDArray[np.int64] | None
+    ) -> NDArray[np.float32]:
+        """Of a few rows; of all if `rows` is None."""
+        if rows is None:
+            all_scores: NDArray[np.float32] = query.weights @ self._words[query.grams]
+            return all_scores * self._scales
+        few_scores: NDArray[np.float32] = query.weights @ self._words[np.ix_(query.grams, rows)]
+        return few_scores * self._scales[rows]
 
 
 def _pairs(query: TextSketch) -> NDArray[np.float32]:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.core.request import Chat, InferenceRequest, Limits, Message, RouteHints, Sampling
 from coterie.routing.features.features import PromptFeatures
@@ -46,12 +49,18 @@ class Answers:
     def __init__(self, matches: Sequence[Matched], threshold: float = 0.5) -> None:
         self.matches, self.threshold = matches, threshold
         self.asked: list[tuple[str, PromptFeatures | None, int]] = []
+        self.profiles = [item.profile for item in self.matches]
 
     def match(
-        self, text: str, features: PromptFeatures | None = None, k: int = 30
+        self,
+        text: str,
+        features: PromptFeatures | None = None,
+        k: int = 30,
+        among: NDArray[np.bool_] | None = None,
     ) -> list[Matched]:
         self.asked.append((text, features, k))
-        return list(self.matches)[:k]
+        usable = [True] * len(self.matches) if among is None else among
+        return [item for item, may_use in zip(self.matches, usable, strict=True) if may_use][:k]
 
 
 @dataclass
