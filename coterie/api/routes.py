@@ -406,7 +406,7 @@ def _native_routes(native: NativeEndpoints) -> Sequence[RouteRow]:
     live = RouteReplies((answers.LivenessAnswer,), also={503: answers.LivenessAnswer})
     ready = RouteReplies((answers.ReadinessAnswer,), also={503: answers.ReadinessAnswer})
     ping = RouteReplies(also={503: None})
-    metrics = RouteReplies(refusals=(401, 500), media_type=_PLAIN)
+    metrics = RouteReplies(refusals=(401, 403, 500), media_type=_PLAIN)
     version = RouteReplies((answers.VersionAnswer,), (401, 500))
     about = RouteReplies((answers.AboutAnswer,), (401, 500))
     return (

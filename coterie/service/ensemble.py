@@ -348,9 +348,13 @@ class EnsembleService:
         await self.keep_changes()
         return await self._keeper.audit(limit, before)
 
-    def report(self) -> list[dict[str, Any]]:
-        """What every specialist delivers and how it stands."""
-        return [] if self._reporter is None else self._reporter.report()
+    def report(self, tenant: str = "") -> list[dict[str, Any]]:
+        """What every specialist delivers and how it stands; `tenant`: of those that it may use."""
+        if self._reporter is None:
+            return []
+        shown = self._reporter.report()
+        allowed = self._fleet.snapshot.config.may_use(own_tenant(tenant)) if tenant else ()
+        return [item for item in shown if not allowed or item["specialist"] in allowed]
 
     def replica(self, name: str) -> dict[str, Any]:
         """How a replica stands: drained when nothing is in flight."""

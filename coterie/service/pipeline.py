@@ -660,6 +660,11 @@ class Pipeline:
             allowed=config.may_use(tenant), allowed_experts=config.may_use_experts(tenant)
         )
 
+    def is_limited(self, tenant: str) -> bool:
+        """Whether the tenant may use some specialists or experts alone."""
+        rights = self._may_use(own_tenant(tenant))
+        return bool(rights.allowed or rights.allowed_experts)
+
     def expected_wait_s(self, specialist: str | None = None) -> float:
         """Estimated time until a new request would get its first token."""
         return self._fleet.expected_wait_s(specialist)

@@ -352,3 +352,19 @@ def test_an_admin_reads_the_figures_of_the_server(served: Served) -> None:
         assert served.get(path, **admin).status == 200, path
         assert served.get(path).status == 401, path
     assert served.get("/v1/models", **admin).status == 401
+
+
+def test_the_metrics_name_nothing_to_whom_it_is_hidden(served: Served) -> None:
+    """They name every expert and specialist: none of that is for a tenant with limits."""
+    body = {"model": "base:sql", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    assert post(served, "/v1/chat/completions", "free", body).status == 200
+    for tenant, key in KEYS.items():
+        reply = served.get("/metrics", authorization=f"Bearer {key}")
+        if tenant == "free":
+            assert reply.status == 200 and 'adapter_name="sql"' in reply.body.decode()
+        else:
+            assert reply.status == 403 and b"sql" not in reply.body, tenant
+        shown = served.get("/v1/slo", authorization=f"Bearer {key}").json["data"]
+        names = {item["specialist"] for item in shown}
+        allowed = {"base", "cook", "data"} - ({"cook"} if tenant == "both" else set())
+        assert names == allowed - ({"data"} if tenant in ("narrow", "both") else set())

@@ -67,7 +67,8 @@ class EnsembleEndpoints:
     async def slo(self, request: Request) -> Response:
         """What each specialist delivers: latency quantiles and the share of valid answers. There is
         no figure over all of them: nobody could act on it."""
-        return answer({"object": "list", "data": self.ensemble.report()})
+        shown = self.ensemble.report(exchange_of(request.scope).tenant)
+        return answer({"object": "list", "data": shown})
 
     async def show_ensemble(self, request: Request) -> Response:
         """Show breakers, spikes, thresholds, canaries and shadows."""

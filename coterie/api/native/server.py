@@ -21,7 +21,7 @@ from coterie.api.errors import ANTHROPIC, encode
 from coterie.api.openai.parse import chat_prompt, tool_fields
 from coterie.api.openai.render import model_card
 from coterie.api.openai.types import DetokenizeBody, TokenizeBody, TokenizerQuery
-from coterie.core.errors import CoterieError, InvalidRequest, UnsupportedFeature
+from coterie.core.errors import CoterieError, Forbidden, InvalidRequest, UnsupportedFeature
 from coterie.core.request import RouteHints, Text
 
 if TYPE_CHECKING:
@@ -184,7 +184,14 @@ class NativeEndpoints:
         return Response(status_code=200 if self.pipeline.health().ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus text."""
+        """Prometheus text: figures of the whole server, with the names of what it serves."""
+        tenant = exchange_of(request.scope).tenant
+        has_keys = self.keys.callers is not None
+        if has_keys and tenant != ADMIN_TENANT and self.pipeline.is_limited(tenant):
+            raise Forbidden(
+                "the metrics name every specialist and expert, and this key may not use all of "
+                "them: send an admin key, or one of a tenant without `specialists` and `experts`"
+            )
         return Response(self.pipeline.metrics_text(), headers={"content-type": PROMETHEUS})
 
     async def version(self, request: Request) -> Response:
