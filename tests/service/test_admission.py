@@ -18,7 +18,7 @@ import pytest
 from coterie.core.errors import Overloaded, Saturated
 from coterie.core.events import Finished, Timings, Usage
 from coterie.core.fair_share import MAX_ABSENT, VirtualTokenCounters
-from coterie.core.plan import Assignment, LaneState
+from coterie.core.plan import Admitted, Assignment, LaneState, Rejected
 from coterie.core.prefix import SHORT_BYTES, extend_chain, is_published, root_digest
 from coterie.core.request import Limits, Sampling
 from coterie.obs.metrics import MetricRegistry
@@ -37,7 +37,7 @@ from coterie.service.submit.load import (
 from coterie.service.submit.predict import LatencyPredictor, LeastSquares, LoadFeatures
 from coterie.service.submit.replicas import EngineGroupLoad, ReplicaSet
 from coterie.service.submit.reservations import MAX_AT_ENGINE, ReservationBook, RetryReservation
-from coterie.service.submit.submitter import SubmittedRequest
+from coterie.service.submit.submitter import SubmittedRequest, Submitter
 from coterie.service.submit.tenants import TenantShares
 
 LANE = LaneState("s", 0, 4, 10_000, 10_000, (), frozenset(), 2.0, False, step_s=0.01, block_size=16)
@@ -670,3 +670,63 @@ def test_a_moved_request_keeps_its_promise_and_teaches_nothing(is_late: bool) ->
     )
     assert is_met is not is_late
     assert json.dumps(world.replicas.predictor.saved()) == known
+
+
+class MovingReplica(StillReplica):
+    """`refusing` names those that refuse what they get; "a" loses each request before its
+    verdict."""
+
+    def __init__(self, name: str, refusing: str, unwilling: str) -> None:
+        super().__init__(name)
+        self.refusing, self.unwilling = refusing, unwilling
+        self.num_submitted = 0
+        self.owner: MovingReplica = self
+
+    async def submit(self, work: Assignment, _: Any, on_outage: Any) -> Admitted | Rejected:
+        self.num_submitted += 1
+        self.owner = self
+        if self.name == "a":
+            on_outage()
+        if self.owner.name in self.refusing:
+            return Rejected("overloaded", f"{self.owner.name} is full", 1.0)
+        return Admitted(self.owner.name)
+
+    def move(self, _: str, to: MovingReplica) -> bool:
+        if to.name in self.unwilling:
+            return False
+        self.owner = to
+        return True
+
+    async def abort(self, _: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("names", "refusing", "unwilling", "answered_by"),
+    [
+        ("abc", "b", "", "c"),
+        # one that does not take it is not the only one
+        ("abc", "", "b", "c"),
+        ("ab", "b", "", None),
+        ("abcd", "bc", "", None),
+    ],
+)
+def test_a_request_that_moved_before_its_verdict_is_replanned_elsewhere(
+    names: str, refusing: str, unwilling: str, answered_by: str | None
+) -> None:
+    members = [MovingReplica(name, refusing, unwilling) for name in names]
+    replicas = ReplicaSet("s", cast(Any, members), 1)
+    series = SimpleNamespace(registry=MetricRegistry())
+    served = cast(Any, SimpleNamespace(name="s", replicas=replicas, series=series))
+    submitter = Submitter()
+
+    async def main() -> str:
+        return (await submitter.enqueue(served, asked(1))).replica.name
+
+    if answered_by is None:
+        with pytest.raises(Overloaded):
+            asyncio.run(main())
+    else:
+        assert asyncio.run(main()) == answered_by
+    assert sum(one.num_submitted for one in members) <= 2
+    assert members[1].num_submitted == 0, "it had it already, by the move"

@@ -83,7 +83,7 @@ class Submitter:
         once. `on_admit` is called with the result of admission before the request is handed over.
         A request that `is_accepted` already, as a job is, is not refused for its
         deadline."""
-        replicas, refused = served.replicas, set[str]()
+        replicas, refused, num_tries = served.replicas, set[str](), 0
         full: tuple[Replica, Rejected] | None = None
         while True:
             try:
@@ -109,10 +109,12 @@ class Submitter:
                     await submitted.refused()
             if isinstance(verdict, Admitted):
                 return submitted
-            refused.add(replica.name)
+            # the one that refused: it may have moved while it waited, and goes back to none
+            replica, num_tries = submitted.replica, num_tries + 1
+            refused |= {*submitted.left, replica.name}
             if verdict.code == "overloaded":
                 full = replica, verdict
-            if len(refused) > 1 or len(refused) == len(replicas.members):
+            if num_tries > 1 or len(refused) == len(replicas.members):
                 raise self._refusal(served, assignment, replica, verdict)
             served.series.registry.value("coterie_recoveries", served.name, "replanned").add()
 
@@ -131,8 +133,8 @@ class SubmittedRequest:
     counts of that replica."""
 
     __slots__ = (
-        "_admission", "_assignment", "_is_moved", "_queue", "_request", "_served", "events",
-        "on_move", "replica",
+        "_admission", "_assignment", "_queue", "_request", "_served", "events", "left", "on_move",
+        "replica",
     )  # fmt: skip
 
     def __init__(
@@ -145,8 +147,9 @@ class SubmittedRequest:
     ) -> None:
         self._admission, self._served, self._assignment = admission, served, assignment
         self._request, self._queue = request, served.replicas.queue(replica)
-        self._is_moved = False
         self.replica = replica
+        # names of the replicas that it moved away from
+        self.left: list[str] = []
         # called with the name of the replica that it leaves
         self.on_move: Callable[[str], None] | None = None
         self._queue.add(request)
@@ -157,7 +160,7 @@ class SubmittedRequest:
         """It did not run: the worker refused it, or its caller left."""
         if self.events.disarm():
             self._admission.ended(self._served.replicas, self._queue, self._request, is_whole=False)
-        if self._is_moved:
+        if self.left:
             await self.abort()
 
     async def abort(self) -> None:
@@ -166,13 +169,18 @@ class SubmittedRequest:
     def continue_elsewhere(self) -> None:
         """No worker runs it: move it to a replica that would run it at once."""
         replicas, left, rest = self._served.replicas, self.replica, rest_of(self._request)
-        replica = replicas.with_place(rest, {left.name}, self._assignment.adapters)
-        if replica is None or not left.move(self._assignment.request_id, replica):
-            return
+        avoided = {left.name}
+        while True:
+            replica = replicas.with_place(rest, avoided, self._assignment.adapters)
+            if replica is None:
+                return
+            if left.move(self._assignment.request_id, replica):
+                break
+            avoided.add(replica.name)
         self._queue.remove(self._request)
         self.replica, self._queue, self._request = replica, replicas.queue(replica), rest
         self._queue.add(rest)
-        self._is_moved = True
+        self.left.append(left.name)
         self._served.series.registry.value("coterie_recoveries", self._served.name, "moved").add()
         if self.on_move is not None:
             self.on_move(left.name)
@@ -186,7 +194,7 @@ class SubmittedRequest:
     def _ended(self, event: Finished | None) -> None:
         is_whole, served = event is not None and event.choices[0] in WHOLE, self._served
         is_met = self._admission.ended(
-            served.replicas, self._queue, self._request, is_whole=is_whole, is_moved=self._is_moved
+            served.replicas, self._queue, self._request, is_whole=is_whole, is_moved=bool(self.left)
         )
         outcome = "" if is_met is None else "met" if is_met else "missed"
         if is_met is None and self._is_cut(event):
