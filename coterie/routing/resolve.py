@@ -225,12 +225,12 @@ class NameResolver:
 
     def excluded(self, hints: RouteHints) -> tuple[str, ...]:
         """The names of the packages that the router must not choose: aliases are resolved, and
-        unknown names are refused."""
+        unknown names are refused. Those that the tenant may not use are unknown to it."""
         resolved = []
         for text in hints.exclude:
             name, at, version = text.partition("@")
             card = self._catalog.find(name, version)
-            if card is None:
+            if card is None or not self.may_use(card, hints):
                 near = _did_you_mean(_near(name, self._names_for(hints)))
                 raise NotFound(
                     f"The expert `{text[:80]}` in exclude_experts does not exist{near}",

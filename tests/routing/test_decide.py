@@ -135,6 +135,20 @@ def test_exclusion_follows_aliases_and_versions_and_refuses_strangers() -> None:
         far.plan(asking(exclude=("sql",)))
 
 
+def test_exclusion_does_not_tell_what_a_tenant_may_not_use() -> None:
+    fleet = Fleet([profile("sql"), profile("secret-sauce")], Answers([]))
+    router = Router(SPECIALISTS, fleet)
+
+    def said(*exclude: str) -> str:
+        with pytest.raises(NotFound) as caught:
+            router.plan(asking(exclude=exclude, allowed_experts=("sql",)))
+        return str(caught.value)
+
+    for text in ("secret-sauce", "secret-sauce@1.0.0"):
+        assert said(text) == said("nothing").replace("nothing", text)
+    assert names(router.plan(asking(exclude=("sql",), allowed_experts=("sql",)))) == []
+
+
 def test_the_prompt_may_be_for_another_specialists_expert() -> None:
     fleet = [profile("a", bases=(OTHER,)), profile("b"), profile("c", bases=())]
     plan = routed(fleet, {"a": 0.96, "b": 0.95, "c": 0.94}, max_adapters=3)
