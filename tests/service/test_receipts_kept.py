@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import sqlite3
@@ -11,18 +12,21 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from coterie.core.errors import InvalidRequest, NotFound
 from coterie.core.receipt import OPEN, Receipt, ReceiptPlan, ReceiptTimings
+from coterie.packages.sqlite import connect
 from coterie.service.receipts import journal as journals
 from coterie.service.receipts.journal import ReceiptJournal, left_behind
 from coterie.service.receipts.stamp import ReceiptWriter, slowest
-from coterie.service.receipts.store import SLACK, receipt_row
+from coterie.service.receipts.store import SCHEMA, SLACK, ReceiptQuery, receipt_row
 from coterie.service.records import log as module
 from coterie.service.records.log import InferenceRecords
+from coterie.service.records.store import RecordStore
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ReceiptPlan("auto", "sql", "e0r0", (), "sql", 0.9, ("declared",), "closed", "", "3", "ab12")
@@ -102,6 +106,42 @@ def test_the_oldest_go_first(tmp_path: Path) -> None:
         # the inputs of a decision stay beside the completed receipt
         rows = db.execute("SELECT id, decision FROM receipts").fetchall()
         assert all(decision == b"inputs of " + name.encode() for name, decision in rows)
+
+
+def test_a_page_reads_no_receipt_that_it_does_not_show(tmp_path: Path) -> None:
+    """Also of a database of an earlier release, in which rows are that nothing can read."""
+    plans = [replace(PLAN, specialist=name) for name in ("sql", "json")]
+    rows = [
+        receipt_row(
+            replace(
+                BASE, request_id=f"r{n}", outcome="stop", arrived_at=float(n), plan=plans[n % 2]
+            )
+        )
+        for n in range(300)
+    ]
+    with contextlib.closing(connect(tmp_path / "records.db")) as db:
+        db.executescript(SCHEMA)
+        ask = "INSERT INTO receipts (id, tenant, outcome, receipt) VALUES (?, ?, ?, ?)"
+        db.executemany(ask, [(row.id, row.tenant, row.outcome, row.receipt) for row in rows[:100]])
+        db.execute(ask, ("damaged", "t", "stop", b"\xff{"))
+    RecordStore(tmp_path / "records.db", 10, 1000).close()
+    store = RecordStore(tmp_path / "records.db", 10, 1000)
+    store.add((), rows[100:])
+    read = []
+    store._db.create_function(
+        "json_extract", 2, lambda text, path: read.append(path), deterministic=True
+    )
+
+    def page(**wanted: Any) -> list[str]:
+        found = store.receipts_page(ReceiptQuery("t", 3, **wanted)).receipts
+        return [msgspec.json.decode(item, type=Receipt).request_id for item in found]
+
+    assert page(specialist="sql") == ["r298", "r296", "r294"]
+    assert page(specialist="json", until=40.0) == ["r39", "r37", "r35"]
+    assert page(since=298.0, outcome="stop") == ["r299", "r298"]
+    assert page(specialist="nobody") == page(since=1e9) == page(outcome="open") == []
+    assert not read
+    store.close()
 
 
 def test_nothing_is_kept_if_there_is_no_room_for_any(tmp_path: Path) -> None:

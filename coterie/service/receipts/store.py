@@ -14,6 +14,7 @@ import msgspec
 
 from coterie.core.quick_init import quick_init
 from coterie.core.receipt import OPEN, Receipt
+from coterie.packages.sqlite import transaction
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS receipts (
@@ -30,6 +31,13 @@ CREATE TABLE IF NOT EXISTS contexts (
     digest TEXT NOT NULL UNIQUE,
     context BLOB NOT NULL
 );
+"""
+# columns that pages are filtered by, made of the receipt, so that no writer knows them
+_FIELDS = {"specialist": ("TEXT", "$.plan.specialist"), "arrived_at": ("REAL", "$.arrived_at")}
+# all that a page is filtered by, in its order: the receipts of other rows are not read
+_INDEX = """
+CREATE INDEX IF NOT EXISTS receipt_fields
+ON receipts (number, tenant, outcome, specialist, arrived_at)
 """
 # the rows that are looked at for the newest of one tenant
 SEARCHED = 5000
@@ -107,6 +115,21 @@ class ReceiptTable:
     def __init__(self, db: sqlite3.Connection, max_receipts: int) -> None:
         self._db, self._max = db, max_receipts
         self._since_trim = SLACK
+        self._add_fields()
+
+    def _add_fields(self) -> None:
+        """A table of an earlier release has not the columns, and no index."""
+        with transaction(self._db) as db:
+            known = [row[1] for row in db.execute("PRAGMA table_xinfo(receipts)")]
+            for name, (kind, path) in _FIELDS.items():
+                if name not in known:
+                    text = "CAST(receipt AS TEXT)"
+                    value = f"CASE WHEN json_valid({text}) THEN json_extract({text}, '{path}') END"
+                    db.execute(
+                        f"ALTER TABLE receipts ADD COLUMN {name} {kind} "
+                        f"GENERATED ALWAYS AS ({value}) VIRTUAL"
+                    )
+            db.execute(_INDEX)
 
     def put(self, rows: Sequence[ReceiptRow]) -> None:
         """Of several receipts of one request only the last is written."""
@@ -149,14 +172,15 @@ class ReceiptTable:
         (newest,) = self._db.execute("SELECT coalesce(max(number), 0) + 1 FROM receipts").fetchone()
         before = newest if query.before is None else min(query.before, newest)
         rows = self._db.execute(
-            "SELECT number, receipt FROM (SELECT number, tenant, outcome, receipt, "
-            "CAST(receipt AS TEXT) AS text FROM receipts WHERE number < :before "
-            "AND number >= :before - :scanned) WHERE (:tenant IS NULL OR tenant = :tenant) "
+            "SELECT number, receipt FROM receipts WHERE number IN ("
+            "SELECT number FROM receipts INDEXED BY receipt_fields "
+            "WHERE number < :before AND number >= :before - :scanned "
+            "AND (:tenant IS NULL OR tenant = :tenant) "
             "AND (:outcome IS NULL OR outcome = :outcome) "
-            "AND (:specialist IS NULL OR json_extract(text, '$.plan.specialist') = :specialist) "
-            "AND (:since IS NULL OR json_extract(text, '$.arrived_at') >= :since) "
-            "AND (:until IS NULL OR json_extract(text, '$.arrived_at') < :until) "
-            "ORDER BY number DESC LIMIT :limit",
+            "AND (:specialist IS NULL OR specialist = :specialist) "
+            "AND (:since IS NULL OR arrived_at >= :since) "
+            "AND (:until IS NULL OR arrived_at < :until) "
+            "ORDER BY number DESC LIMIT :limit) ORDER BY number DESC",
             {
                 "before": before,
                 "scanned": SCANNED,
