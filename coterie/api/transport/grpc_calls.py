@@ -41,7 +41,13 @@ from coterie.api.native.infer_answer import (
 from coterie.api.native.infer_body import MAX_TIMEOUT_MS, InferBodyReader
 from coterie.api.native.jobs import JobParameters, frame_of, view
 from coterie.api.proto.coterie.v1 import inference_pb2 as pb
-from coterie.api.transport.grpc_messages import MessageReader, event_of, fields_of, message_of
+from coterie.api.transport.grpc_messages import (
+    MessageReader,
+    caller_address,
+    event_of,
+    fields_of,
+    message_of,
+)
 from coterie.core.config import ServerSettings
 from coterie.core.errors import CoterieError, InternalError, Overloaded
 from coterie.core.events import Failed, Finished
@@ -219,7 +225,8 @@ class GrpcDoor:
             try:
                 call = record.enter(self._keys, self._tracer)
                 with self._counted(call.tenant):
-                    request = await self._reader.read(messages, takes, call.tenant)
+                    address = caller_address(context)
+                    request = await self._reader.read(messages, takes, call.tenant, address)
                     async with aclosing(handle(request, call)) as answers:
                         async for answer in answers:
                             await self._write(context, answer, call)

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from coterie.api.body import aside
 from coterie.api.transport.grpc_calls import handler
-from coterie.api.transport.grpc_messages import decoded
+from coterie.api.transport.grpc_messages import caller_address, decoded
 from coterie.core.errors import InvalidRequest
 
 # calls that run, and messages that are being received, each as large as a body may be
@@ -78,7 +78,7 @@ class OpenCalls:
 
     def _wrapped(self, method: OpenMethod) -> Any:
         async def wrapped(messages: AsyncIterator[bytes], context: Any) -> None:
-            address = context.peer().rpartition(":")[0]
+            address = caller_address(context)
             try:
                 async with self._calls.held(address):
                     received = self._received(messages, address)
