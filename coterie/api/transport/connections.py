@@ -34,6 +34,9 @@ SECONDS_PER_BYTE = 1 / 64_000
 RETRY_S = 1
 # bytes that wait to be parsed; from then on nothing more is read from the connection
 MAX_UNREAD_BYTES = 65_536
+# the same of all connections together; beyond it the connection with most of them is closed. A read
+# may bring 256 kB more than MAX_UNREAD_BYTES
+MAX_ALL_UNREAD_BYTES = 64 * 1024 * 1024
 # seconds of parsing in one turn of a connection, and turns in one iteration of the event loop
 TURN_S, MAX_TURNS = 0.0005, 4
 # new connections of an address: so many at once, and then so many a second; if more may be open
@@ -53,6 +56,8 @@ class WatchedConnection:
     # what the connection waits for; named in the log if it did not come
     phase: str
     stalled_at: float | None = None
+    # bytes that wait to be parsed
+    unread_bytes: int = 0
 
 
 class OpenConnections:
@@ -72,6 +77,7 @@ class OpenConnections:
         # when the next sweep is due, in the loop's time
         self._due_at = 0.0
         self.turns = ParseTurns()
+        self._unread_bytes = 0
         self._rates = ConnectionRates(max(MAX_BURST, settings.max_connections_per_address))
         # connections that are being upgraded: the WebSocket protocol takes them from here
         self.handed_over: dict[asyncio.Transport, WatchedConnection] = {}
@@ -105,10 +111,26 @@ class OpenConnections:
         if watched not in self._open:
             return
         self._open.remove(watched)
+        self._unread_bytes -= watched.unread_bytes
         self._by_address[watched.address] -= 1
         if not self._by_address[watched.address]:
             del self._by_address[watched.address]
         self._count()
+
+    def note_unread(self, watched: WatchedConnection, num_bytes: int) -> None:
+        """Count the bytes that wait to be parsed. If there are too many in all, the connection with
+        most of them ends."""
+        if watched not in self._open:
+            return
+        self._unread_bytes += num_bytes - watched.unread_bytes
+        watched.unread_bytes = num_bytes
+        if self._unread_bytes > MAX_ALL_UNREAD_BYTES:
+            largest = max(self._open, key=lambda one: one.unread_bytes)
+            # aborted, it gives them up before it reads again
+            self._unread_bytes -= largest.unread_bytes
+            largest.unread_bytes = 0
+            self._refuse("unread_bytes", largest.address)
+            largest.transport.abort()
 
     def ended(self, reason: str, address: str) -> None:
         """Log and count a connection that was closed early."""
@@ -347,6 +369,8 @@ class WatchedProtocol(asyncio.Protocol):
         self._limit_reading()
 
     def _limit_reading(self) -> None:
+        if self._watched is not None:
+            self.watching.note_unread(self._watched, len(self._unread))
         if len(self._unread) < MAX_UNREAD_BYTES:
             self.transport.resume_reading()
         else:
