@@ -11,6 +11,7 @@ import pytest
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from coterie.api.transport.ws import MAX_REFUSALS
 from tests.helpers.serving.server_process import Served
 
 BUSY = ("coterie_gateway_open_streams", "vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -174,4 +175,25 @@ def test_pages_of_other_origins_cannot_connect(server: Served) -> None:
         assert refused.value.response.status_code == 403
     with dial(server, origin=server.url) as socket:
         say(socket, prompt="hello", max_tokens=1)
+        assert until_ended(socket)[""][-1]["event"] == "finished"
+
+
+@pytest.mark.parametrize(
+    "text", ["not json", '{"cancel": "job_of_nobody"}', '{"prompt": "x", "model": "nobody"}']
+)
+def test_a_connection_has_few_refusals(server: Served, text: str) -> None:
+    """Each has a line in the log, so a client that sends nothing else may not go on."""
+    before = server.log().count('"method":"WEBSOCKET"')
+    num_errors = 0
+    with dial(server) as socket, pytest.raises(ConnectionClosedError) as ended:
+        for _ in range(20 * MAX_REFUSALS):
+            socket.send(text)
+            num_errors += hear(socket)["event"] == "error"
+    assert ended.value.rcvd is not None and ended.value.rcvd.code == 1008
+    assert "were refused" in ended.value.rcvd.reason
+    # a slow machine begins a new time meanwhile
+    assert MAX_REFUSALS <= num_errors < 20 * MAX_REFUSALS
+    assert server.log().count('"method":"WEBSOCKET"') - before <= num_errors + 1
+    with dial(server) as socket:
+        say(socket, prompt="hello", max_tokens=2)
         assert until_ended(socket)[""][-1]["event"] == "finished"

@@ -122,8 +122,10 @@ async def _refuse(websocket: WebSocket, response: Response) -> None:
 # requests that may run at the same time on one connection
 MAX_OVERLAP = 16
 MAX_TAG = 128
-# close code of RFC 6455
-GOING_AWAY = 1001
+# messages of one connection that may be refused in this time
+MAX_REFUSALS, REFUSALS_S = 128, 10.0
+# close codes of RFC 6455
+GOING_AWAY, POLICY_VIOLATION = 1001, 1008
 
 
 class SocketHandler:
@@ -146,6 +148,7 @@ class SocketHandler:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._is_open = True
         self._idle = asyncio.timeout(idle_timeout_s)
+        self._num_refusals, self._refusals_since = 0, -REFUSALS_S
 
     async def run(self) -> None:
         """Serve until the client disconnects or is idle for too long."""
@@ -157,6 +160,10 @@ class SocketHandler:
                     if message["type"] == "websocket.disconnect":
                         return
                     await self._take(message.get("bytes") or (message.get("text") or "").encode())
+                    if self._num_refusals >= MAX_REFUSALS:
+                        reason = f"{MAX_REFUSALS} messages were refused within {REFUSALS_S:g} s"
+                        await self._websocket.close(POLICY_VIOLATION, reason)
+                        return
                     self._start_idle_timer()
         except WebSocketDisconnect:
             return
@@ -213,6 +220,7 @@ class SocketHandler:
         await asyncio.sleep(0)
 
     async def _refuse(self, error: CoterieError, exchange: Exchange, tag: str | None) -> None:
+        self._count_refusal()
         exchange.status, exchange.reason = status_of(error, OPENAI), reason_of(error)
         receipt = refusal_receipt(error, exchange)
         log_exchange(exchange, self._websocket.scope, "WEBSOCKET")
@@ -220,6 +228,12 @@ class SocketHandler:
         if receipt is not None:
             marks["receipt_id"] = receipt.request_id
         await self._send(ERROR, error_message(error), marks)
+
+    def _count_refusal(self) -> None:
+        now = time.monotonic()
+        if now - self._refusals_since >= REFUSALS_S:
+            self._num_refusals, self._refusals_since = 0, now
+        self._num_refusals += 1
 
     def _cancel(self, payload: dict[str, Any]) -> None:
         job_id = payload["cancel"]
@@ -249,6 +263,8 @@ class SocketHandler:
                     await self._send(*inference.aborted(), marks)
         except Exception as error:
             typed = _typed(error, inference.job_id)
+            if isinstance(typed, (InvalidRequest, NotFound)):
+                self._count_refusal()
             exchange.status, exchange.reason = status_of(typed, OPENAI), reason_of(typed)
             await self._send(ERROR, error_message(typed), marks)
         finally:
