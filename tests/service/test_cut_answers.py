@@ -83,13 +83,18 @@ KINDS = [
     ("python", "", "```python\nx = 'it is", OPEN),
     ("python", "", "```python\n# pip install ada\n```\nThen", OPEN),
     ("code", "sql", "```sql\n-- all\n```\n```sql\nSELECT", OPEN),
+    # the mark that ends a block was cut
+    ("python", "", "```python\nx = 1\n``", OPEN),
+    ("python", "", "````python\nx = 1\n```", OPEN),
+    ("json", "", '`````json\n{"a": 1}\n````', OPEN),
+    ("json", "", '~~~~json\n{"a": 1}\n~~~', OPEN),
+    ("python", "", "```python\ndef f(\n```", BROKEN),
     # a later block that names the language takes the place of one that names none
     ("json", "", "```\n$ ls -l\n```\nprints", UNFORMED),
     ("code", "sql", "```\n$ ls -l (\n```\nThen", UNFORMED),
     ("python", "", "```\nfor x in y z: pri", UNFORMED),
     # python judges no other language
     ("python", "", "```bash\nif (\n```\nThen", OPEN),
-    ("python", "", "```python\ndef f(\n```", BROKEN),
     ("python", "", "```json\n{a: 1}\n```\n```python\nprint(", OPEN),
     ("pattern", "a+", "bbbb", OPEN),
     ("grammar", "length", "a", OPEN),
@@ -160,6 +165,8 @@ PIECES = [
     "```python\n# of all\n```\n",
     "```python\nx = [1,\n 2]\n```\n",
     "```sql\nSELECT a FROM t;\n```\n",
+    "````sql\nSELECT a FROM t;\n````\n",
+    "`````python\nx = [1]\n`````\n",
 ]
 
 

@@ -34,8 +34,8 @@ _INCOMPLETE = ast.PyCF_ONLY_AST | 0x4000 | 0x200
 _NUMBER_AT = re.compile(r"invalid number \(byte (\d+)\)")
 # faults that the parser finds at a token and no later token can mend
 _CERTAIN = ("invalid syntax", "invalid character", "invalid non-printable character")
-# of a code block, cut itself
-_LAST_MARK = re.compile(r"(?<=\n)[ \t]*(?:`{1,2}|~{1,2})\Z")
+# a last line that may be the beginning of a mark that ends or begins a code block
+_LAST_MARK = re.compile(r"(?<=\n)[ \t]*(`+|~+)\Z")
 _STRUCTURED = frozenset({"json", "json_schema", "python", "code"})
 
 
@@ -45,7 +45,7 @@ def prefix_kind(validator: str, argument: str, text: str) -> str:
         return OPEN
     if len(text) >= NOISE_CHARACTERS and not any(char.isalnum() for char in text):
         return BROKEN
-    text = _LAST_MARK.sub("", text)
+    text = _without_cut_mark(text)
     try:
         if validator in ("json", "json_schema"):
             return _json(text, validator == "json_schema" or argument == "object", argument)
@@ -54,6 +54,16 @@ def prefix_kind(validator: str, argument: str, text: str) -> str:
         return _code(text, canonical(argument), CodeValidator(argument).judged_blocks(text))
     except (RecursionError, MemoryError):
         return BROKEN
+
+
+def _without_cut_mark(text: str) -> str:
+    found = _LAST_MARK.search(text)
+    if found is None:
+        return text
+    *_, last = blocks(text) or [CodeBlock("", "")]
+    # a block of four marks or more is not ended by three
+    is_inside = not last.is_closed and last.code.endswith(found[1])
+    return text[: found.start()] if is_inside or len(found[1]) < 3 else text
 
 
 def _json(text: str, strict: bool, argument: str) -> str:
