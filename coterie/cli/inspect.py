@@ -80,7 +80,7 @@ def _shown(found: dict[str, Any]) -> str:
         ("path", found["path"]),
         ("format", found["format"]),
         ("architecture", found["architecture"]),
-        ("context", f"{found['context']} tokens"),
+        ("context", f"{found['context']} tokens" if found["context"] else "not stated"),
         ("chat template", "yes" if found["chat_template"] else "no"),
         ("recommended", f"{advice['model']}: {advice['source']}" if advice else "nothing is known"),
     ]

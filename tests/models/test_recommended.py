@@ -151,3 +151,8 @@ def test_inspect_tells_where_values_come_from(
     assert found["system_prompt"]["source"] == "recommended"  # type: ignore[index]
     assert main(["inspect", str(path)]) == 0
     assert "0.4 (generation_config)" in capsys.readouterr().out
+    config = json.loads((path / "config.json").read_text())
+    config.pop("max_position_embeddings", None)
+    (path / "config.json").write_text(json.dumps(config))
+    assert main(["inspect", str(path)]) == 0
+    assert "None" not in capsys.readouterr().out
