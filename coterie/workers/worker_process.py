@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import zmq
 
 from coterie.core.errors import InternalError, Unavailable, from_code
-from coterie.core.own_folder import make_own_folder
+from coterie.core.own_folder import make_own_folder, release_own_folder
 from coterie.core.private_files import private_folder
 from coterie.core.spawn import PIPE, AsyncProcess, environment, start
 from coterie.obs.log import log
@@ -268,3 +268,4 @@ def remove_directory(directory: Path) -> None:
             shutil.rmtree(directory)
     except OSError as error:
         log("run_directory_left", level="warning", error=error)
+    release_own_folder(directory)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 import coterie
 from coterie.core.errors import CoterieError, Unavailable
-from coterie.core.own_folder import make_own_folder
+from coterie.core.own_folder import make_own_folder, remove_own_folder
 from coterie.core.spawn import PIPE, AsyncProcess, start
 
 MAX_OUTPUT_BYTES = 64 * 1024
@@ -54,13 +53,13 @@ async def run(command: Sequence[str], text: str, bounds: CommandLimits) -> Comma
     """Run the command on the text. Raises if it could not be started: then nothing is known about
     the text."""
     temporary = Path(tempfile.gettempdir())
-    folder = str(await asyncio.to_thread(make_own_folder, temporary, "coterie-check-"))
+    folder = await asyncio.to_thread(make_own_folder, temporary, "coterie-check-")
     try:
-        return await _run(command, text, bounds, folder)
+        return await _run(command, text, bounds, str(folder))
     except OSError as error:
         raise Unavailable(f"a command could not be started: {error.strerror}") from error
     finally:
-        await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+        await asyncio.shield(asyncio.to_thread(remove_own_folder, folder))
 
 
 async def _run(
