@@ -13,15 +13,20 @@ unexport PYTHONDONTWRITEBYTECODE
 setup: $(STAMP)
 
 # installs what requirements/ lists, by digest, and nothing else; without an NVIDIA driver torch's CPU
-# build if an index of pip's has it (TORCH_INDEX=URL adds PyTorch's), otherwise the build with CUDA
+# build from an index of pip's, or from TORCH_INDEX=URL, PyTorch's. Only where no index has that build,
+# the one with CUDA: pip names the versions that it found
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-deps
 LOCKED := $(PIP) --require-hashes -r requirements
 $(STAMP): pyproject.toml $(wildcard requirements/*)
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing packages (a few minutes the first time)"
-	@! command -v nvidia-smi >/dev/null && \
-	$(LOCKED)/torch-cpu.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) 2>/dev/null || \
-	$(LOCKED)/torch-pypi.txt
+	@if command -v nvidia-smi >/dev/null; then $(LOCKED)/torch-pypi.txt; \
+	elif $(LOCKED)/torch-cpu.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) 2>$(VENV)/torch.log; \
+	then :; \
+	elif test -z "$(TORCH_INDEX)" && grep -q "from versions: [0-9]" $(VENV)/torch.log; then \
+	echo "no index has torch's CPU build (TORCH_INDEX=URL adds PyTorch's): installing the one with CUDA"; \
+	$(LOCKED)/torch-pypi.txt; \
+	else cat $(VENV)/torch.log >&2; exit 1; fi
 	@$(LOCKED)/dev.txt
 	@$(PIP) --no-build-isolation -e .
 	@touch $@

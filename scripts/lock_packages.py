@@ -5,7 +5,8 @@ SHA-256 of its files on all platforms. pip installs these files with --require-h
     python scripts/lock_packages.py             # after a change in pyproject.toml
     python scripts/lock_packages.py --upgrade   # the newest versions
 
-    torch-cpu.txt   torch's CPU builds, from PyTorch's own CPU index; not written, only checked
+    torch-cpu.txt   torch's CPU builds, from PyTorch's own CPU index; not written, only checked:
+                    exit code 1 if its version is another
     torch-pypi.txt  torch from the Python package index, and the CUDA packages it needs on Linux
     runtime.txt     what the server needs beside torch
     dev.txt         what tests and checks need beside torch; contains runtime.txt's packages
@@ -53,10 +54,13 @@ def resolve(
     return entries_of(lock.read_text(encoding="utf-8"))
 
 
-def check_cpu_builds(torch: str) -> None:
+def has_cpu_builds(torch: str) -> bool:
+    """Whether torch-cpu.txt has the version of this entry."""
     version = torch.partition("==")[2].split()[0]
-    if f"torch=={version}+cpu " not in pins_of("torch-cpu"):
-        print(f"torch is {version}: replace the version and the digests in torch-cpu.txt")
+    if f"torch=={version}+cpu " in pins_of("torch-cpu"):
+        return True
+    print(f"torch is {version}: replace the version and the digests in torch-cpu.txt")
+    return False
 
 
 def pins_of(name: str) -> str:
@@ -70,7 +74,7 @@ def write(name: str, entries: list[str]) -> None:
     print(path.relative_to(ROOT))
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -90,14 +94,14 @@ def main() -> None:
         wanted = folder / "node.in"
         wanted.write_text(NODE, encoding="utf-8")
         node = resolve(folder, "", [], str(wanted))
-    check_cpu_builds(dev["torch"])
     needed_by_torch = {"torch", *filter(_CUDA_ONLY.fullmatch, runtime)}
     write("torch-pypi", [entry for name, entry in runtime.items() if name in needed_by_torch])
     write("runtime", [entry for name, entry in runtime.items() if name not in needed_by_torch])
     needed_by_torch.remove("triton")
     write("node", list(node.values()))
     write("dev", [entry for name, entry in dev.items() if name not in needed_by_torch])
+    return 0 if has_cpu_builds(dev["torch"]) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import sys
 import sysconfig
 import tomllib
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,74 @@ def test_this_environment_is_what_is_listed() -> None:
         if name in listed and listed[name] != version.removesuffix("+cpu")
     }
     assert not wrong, f"not as listed in requirements/: {wrong}"
+
+
+# what pip says; "from versions" names those that an index has
+NO_CPU_BUILD = (
+    "ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cpu "
+    "(from versions: 2.12.0, 2.13.0)"
+)
+ERRORS = {
+    "no index has it": (NO_CPU_BUILD, "", True),
+    "the index that was named does not have it": (NO_CPU_BUILD, "https://index", False),
+    "no index answers": (NO_CPU_BUILD.replace("2.12.0, 2.13.0", "none"), "", False),
+    "another digest": ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "", False),
+    "the disk is full": ("ERROR: Could not install packages: No space left on device", "", False),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_setup_downloads_cuda_only_where_no_index_has_the_build_without(
+    name: str, tmp_path: Path
+) -> None:
+    error, index, is_fallback = ERRORS[name]
+    for file in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / file, tmp_path)
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text(
+        f'#!/bin/sh\necho "$*" >>calls\n'
+        f'case "$*" in *torch-cpu.txt*) echo "{error}" >&2; exit 1;; esac\n'
+    )
+    python.chmod(0o755)
+    # a machine without the driver
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("sh", "make", "grep", "cat", "touch", "echo"):
+        found = shutil.which(tool)
+        assert found is not None
+        (tools / tool).symlink_to(found)
+    done = subprocess.run(
+        ["make", "setup", f"TORCH_INDEX={index}"],
+        cwd=tmp_path,
+        env={"PATH": str(tools)},
+        capture_output=True,
+        text=True,
+    )
+    calls = (tmp_path / "calls").read_text()
+    assert "requirements/torch-cpu.txt" in calls and (index in calls)
+    assert ("requirements/torch-pypi.txt" in calls) == is_fallback, done.stdout + done.stderr
+    assert (done.returncode == 0) == is_fallback
+    # the reason is shown
+    assert ("no index has" in done.stdout) if is_fallback else (error in done.stderr)
+
+
+def test_other_cpu_builds_than_locked_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    lock_packages = import_module("lock_packages")
+    for name in ("torch-cpu", "torch-pypi", "dev"):
+        shutil.copy(LOCKS / f"{name}.txt", tmp_path)
+    monkeypatch.setattr(lock_packages, "ROOT", tmp_path)
+    monkeypatch.setattr(lock_packages, "LOCKS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lock_packages.py"])
+    locked = lock_packages.entries_of(lock_packages.pins_of("dev"))
+    locked |= lock_packages.entries_of(lock_packages.pins_of("torch-pypi"))
+    monkeypatch.setattr(lock_packages, "resolve", lambda *_: dict(locked))
+    assert lock_packages.main() == 0
+    version = locked["torch"].partition("==")[2].split()[0]
+    locked["torch"] = locked["torch"].replace(version, "99.0.0")
+    assert lock_packages.main() == 1
+    assert "replace the version and the digests in torch-cpu.txt" in capsys.readouterr().out
