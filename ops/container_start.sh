@@ -4,13 +4,19 @@
 # keys (--api-key-file, --insecure, --config) are passed on as they are.
 set -eu
 case " $* " in
-*" --api-key-file"* | *" --insecure "* | *" --config"* | *" --help "*) exec coterie "$@" ;;
+*" --api-key-file"* | *" --insecure "* | *" --config"* | *" --help "* | *" -h "*) exec coterie "$@" ;;
 " serve "*) ;;
 *) exec coterie "$@" ;;
 esac
 umask 077
 home=${COTERIE_HOME:?}
 if [ -n "${COTERIE_API_KEY:-}" ]; then
+  case ${COTERIE_API_KEY#"${COTERIE_API_KEY%%[![:space:]]*}"} in
+  "#"*)
+    echo "COTERIE_API_KEY begins with #, which begins a comment in a file of keys: choose another key" >&2
+    exit 2
+    ;;
+  esac
   keys=$home/api-keys.environment
   printf '%s\n' "$COTERIE_API_KEY" >"$keys"
   unset COTERIE_API_KEY

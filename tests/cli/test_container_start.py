@@ -90,7 +90,7 @@ def test_a_key_is_made_once_or_taken_from_the_environment(tmp_path: Path) -> Non
 
 
 def test_other_commands_and_keys_of_ones_own_are_passed_on(tmp_path: Path) -> None:
-    for arguments in (["version"], ["serve", "--help"]):
+    for arguments in (["version"], ["serve", "--help"], ["serve", "-h"]):
         done = subprocess.run(
             [SCRIPT, *arguments], capture_output=True, text=True, env=environment(tmp_path)
         )
@@ -102,4 +102,17 @@ def test_other_commands_and_keys_of_ones_own_are_passed_on(tmp_path: Path) -> No
         env=environment(tmp_path),
     )
     assert refused.returncode != 0 and "key file" in refused.stderr
+    assert not list(tmp_path.glob("api-keys*"))
+
+
+def test_a_key_that_would_be_a_comment_is_refused(tmp_path: Path) -> None:
+    for key in ("#secret", "  # secret"):
+        refused = subprocess.run(
+            [SCRIPT, "serve", "--host", "0.0.0.0", "--port", "0"],
+            capture_output=True,
+            text=True,
+            env=environment(tmp_path, COTERIE_API_KEY=key),
+        )
+        assert refused.returncode == 2 and "COTERIE_API_KEY begins with #" in refused.stderr
+        assert "secret" not in refused.stdout + refused.stderr
     assert not list(tmp_path.glob("api-keys*"))
