@@ -62,9 +62,11 @@ class WholeLengths:
     few lengths are known are one.
     """
 
-    __slots__ = ("_lengths", "_share")
+    __slots__ = ("_by_tenant", "_lengths", "_share")
 
     def __init__(self) -> None:
+        # of `_lengths`; None = they have changed
+        self._by_tenant: dict[str, list[tuple[int, int]]] | None = None
         # (tenant, tokens, the limit; 0 = not known)
         self._lengths: deque[tuple[str, int, int]] = deque(maxlen=NEWEST)
         self._share = JudgedShare()
@@ -74,13 +76,16 @@ class WholeLengths:
             return
         if self._share.admits(answer.tenant):
             self._lengths.append((answer.tenant, answer.num_tokens, answer.max_tokens))
+            self._by_tenant = None
 
     def quantile(self, share: float, tenant: str | None = None) -> int | None:
         """How many tokens this share of the whole answers needs at most: of this tenant, or, if it
         is None, of the median one. None while too few are known."""
         if len(self._lengths) < LEAST:
             return None
-        groups = self._groups()
+        if self._by_tenant is None:
+            self._by_tenant = self._groups()
+        groups = self._by_tenant
         own = [] if tenant is None else groups.get(tenant) or groups.get(_OTHERS, [])
         if len(own) >= LEAST and _had_room(own):
             return _quantile([length for length, _ in own], share)
@@ -117,6 +122,7 @@ class WholeLengths:
         return {"lengths": [list(row) for row in self._lengths], "share": self._share.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
+        self._by_tenant = None
         self._lengths.clear()
         for row in state["lengths"]:
             # an earlier release saved only the length
