@@ -252,6 +252,7 @@ def _judged(
         "spread": machine["spread"],
         "disturbed": machine["disturbed"],
         "plan_s": document["plan_s"],
+        "predicted": {each["strategy"]: _predicted(each) for each in document["rows"]},
         "quiet_us": quiet,
         "busy_us": {
             "read": 1e6 * machine["profile"]["read"]["each_s"],
@@ -275,6 +276,11 @@ def rivals(name: str, speeds: dict[str, RealSpeed]) -> list[str]:
 def _equal_at_prompts(name: str, speeds: dict[str, RealSpeed]) -> list[str]:
     least = speeds[name].prefill * (1 - SAME)
     return [each for each, speed in speeds.items() if speed.prefill >= least]
+
+
+def _predicted(row: dict[str, Any]) -> dict[str, float]:
+    names = ("prefill_tokens_s", "prefill_spread", "decode_tokens_s", "decode_spread")
+    return {name: row[name] for name in names}
 
 
 def ratios(name: str, speeds: dict[str, RealSpeed]) -> tuple[float, float]:
