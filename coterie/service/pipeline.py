@@ -470,12 +470,22 @@ class Pipeline:
             meter.max_tokens = run.max_tokens
             run.replica = submitted.replica.name
             submitted.on_move = partial(self._moved, planned, submitted)
-            ended, keeps_text = False, run.may_be_validated
+            ended, is_first, keeps_text = False, True, run.may_be_validated
             self._open += 1
             try:
                 while not ended:
                     events = await submitted.events.take()
                     meter.observe(events)
+                    if is_first and _is_cut_before_start(events) and run.has_place:
+                        yield Started(
+                            run.request.id,
+                            run.replica,
+                            work.num_prompt_tokens,
+                            0,
+                            max_tokens=run.max_tokens,
+                            prompt_ids=run.prompt_ids,
+                        )
+                    is_first = False
                     for event in events:
                         if isinstance(event, Delta):
                             if keeps_text:
@@ -517,6 +527,7 @@ class Pipeline:
         # a worker may tell its verdict together with the first token
         meter.admitted_at = time.monotonic()
         run = planned.run
+        run.has_place = result.outcome == "admitted"
         outcome = run.admission or result.outcome
         self.registry.value("coterie_admissions", run.served.name, outcome).add()
         if result.reason and result.reason not in run.plan.reasons:
@@ -732,6 +743,12 @@ def _reads_alike(run: RequestRun, other: ServedSpecialist) -> bool:
         return False
     thinks = any(item is not None and item.reasoning is not None for item in (mine, theirs))
     return run.request.response_format is None or not thinks
+
+
+def _is_cut_before_start(events: Sequence[Event]) -> bool:
+    """Whether the deadline passed on the way to the engine. `events`: the first ones."""
+    first = events[0] if events else None
+    return isinstance(first, Delta) and first.finish_reason == "timeout" and not first.token_ids
 
 
 async def _traced(

@@ -200,6 +200,8 @@ class RequestRun:
     admission: str = ""
     # the replica that runs it; known when it was admitted
     replica: str = ""
+    # a place was free there: its deadline ends an answer, which may be empty, not a wait
+    has_place: bool = False
     # of the specialist that was chosen first: closed, shadow_only, ejected or draining
     breaker: str = CLOSED
     # why `plan.shadow` answers too: unsure, fresh or sample

@@ -224,7 +224,7 @@ def test_a_reload_changes_them(files: Path) -> None:
 
 
 def test_faults_in_ollamas_shape(files: Path) -> None:
-    """An error in the middle of a stream, a deadline and a quota."""
+    """An error in the middle of a stream, a deadline that ends an answer, and a quota."""
 
     async def test() -> None:
         async with opened(files, HEAD, chunk("one"), chunk("two")) as door:
@@ -240,7 +240,7 @@ def test_faults_in_ollamas_shape(files: Path) -> None:
                 json=SHORT | {"model": "near", "stream": False},
                 headers={"authorization": f"Bearer {KEYS['free']}", "x-deadline-ms": "1"},
             )
-            assert late.status_code in (429, 504) and isinstance(late.json()["error"], str)
+            assert late.status_code == 200 and late.json()["done_reason"] == "length"
             first, second = [
                 await door.post("/api/chat", SHORT | {"model": "near", "stream": False}, "poor")
                 for _ in range(2)
