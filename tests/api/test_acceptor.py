@@ -50,16 +50,43 @@ def test_a_full_queue_is_taken_in_few_iterations_and_one_address_gets_its_rate()
                 client = socket.create_connection(listener.getsockname(), 10, (source, 0))
                 clients.append(stack.enter_context(client))
             acceptor = ConnectionAcceptor(listener, opened, lambda: Accepted(made))
-            for _ in range(40):
+            for _ in range(20):
                 await asyncio.sleep(0)
+            # the last of the queue is among the first that are open
+            assert "127.0.0.3" in made and len(made) < MAX_BURST // 2
+            async with asyncio.timeout(20):
+                while len(acceptor._waiting) + len(acceptor._opening):
+                    await asyncio.sleep(0)
             await acceptor.close()
-            assert made[-1] == "127.0.0.3"
             refused = registry.value("coterie_connections_refused", "connection_rate").value
             # some come back meanwhile
             assert len(made) + refused == len(clients) and refused > 100
             answer = clients[-2].recv(4096)
             assert b" 503 " in answer and b"retry-after: 1\r\n" in answer
             assert clients[-2].recv(4096) == b""
+
+    asyncio.run(drill())
+
+
+def test_connections_that_are_being_opened_count() -> None:
+    """Those of many addresses at once, too, take no more files than there may be."""
+
+    async def drill() -> None:
+        registry = MetricRegistry(PIPELINE_METRICS)
+        made: list[str] = []
+        with ExitStack() as stack:
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            for i in range(50):
+                source = (f"127.0.1.{i + 1}", 0)
+                stack.enter_context(socket.create_connection(listener.getsockname(), 10, source))
+            opened = OpenConnections(ServerSettings(), registry, 20)
+            acceptor = ConnectionAcceptor(listener, opened, lambda: Accepted(made))
+            acceptor._accept()
+            assert len(acceptor._waiting) == 20
+            assert registry.value("coterie_connections_refused", "connections").value == 30
+            # who waits when the server stops is told so by the end of the connection
+            await acceptor.close()
+            assert not made
 
     asyncio.run(drill())
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from coterie.api.transport.connections import (
     RETRY_S,
+    AddressTurns,
     OpenConnections,
     WatchedProtocol,
     address_of,
@@ -24,8 +25,9 @@ from coterie.api.transport.connections import (
 )
 from coterie.obs.log import log
 
-# connections that are taken from the system's queue in one iteration; refusing that many takes 2 ms
-MAX_ACCEPTS = 64
+# connections that are taken from the system's queue in one iteration, or refused, which takes 2 ms;
+# and those that are opened, which takes ten times as long for each
+MAX_ACCEPTS, MAX_OPENED = 64, 8
 # pause when the system has no file or memory for one more connection
 PAUSE_S = 1.0
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -42,9 +44,11 @@ class ConnectionAcceptor:
     ) -> None:
         self._listener, self._connections, self._protocol = listener, connections, protocol
         self._loop = asyncio.get_running_loop()
+        self._waiting = AddressTurns[socket.socket]()
         self._opening: set[asyncio.Task[None]] = set()
+        self._next: asyncio.Handle | None = None
         self._paused: asyncio.TimerHandle | None = None
-        message = "this address opens connections too fast; keep them open, or try again later"
+        message = "too many connections are open, or this address opens them too fast"
         self._refusal = plain_answer(503, message, "too_many_connections", RETRY_S)
         listener.setblocking(False)
         self._begin()
@@ -58,6 +62,9 @@ class ConnectionAcceptor:
         if self._paused is not None:
             self._paused.cancel()
         self._loop.remove_reader(self._listener.fileno())
+        while self._waiting:
+            _, sock = self._waiting.next()
+            sock.close()
         await asyncio.gather(*self._opening)
 
     def _accept(self) -> None:
@@ -79,15 +86,25 @@ class ConnectionAcceptor:
 
     def _take(self, sock: socket.socket, peer: Any) -> None:
         address = address_of(peer)
-        if not self._connections.may_connect(address):
+        num_opening = len(self._waiting) + len(self._opening)
+        if not self._connections.may_connect(address, num_opening):
             # it may have gone
             with suppress(OSError):
                 sock.send(self._refusal)
             sock.close()
             return
-        task = self._loop.create_task(self._open(sock, address))
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
+        self._waiting.append(address, sock)
+        if self._next is None:
+            self._next = self._loop.call_soon(self._open_next)
+
+    def _open_next(self) -> None:
+        """Open some, of each address in its turn: one that opened hundreds delays no other."""
+        for _ in range(min(MAX_OPENED, len(self._waiting))):
+            address, sock = self._waiting.next()
+            task = self._loop.create_task(self._open(sock, address))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+        self._next = self._loop.call_soon(self._open_next) if self._waiting else None
 
     async def _open(self, sock: socket.socket, address: str) -> None:
         try:

@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
@@ -44,6 +44,9 @@ TURN_S, MAX_TURNS = 0.0005, 4
 MAX_BURST, RATE_SHARE = 512, 0.5
 # addresses whose rates are known before the rested ones are forgotten
 MAX_RATES = 1024
+
+
+Item = TypeVar("Item")
 
 
 @dataclass(slots=True, eq=False)
@@ -82,8 +85,12 @@ class OpenConnections:
         # connections that are being upgraded: the WebSocket protocol takes them from here
         self.handed_over: dict[asyncio.Transport, WatchedConnection] = {}
 
-    def may_connect(self, address: str) -> bool:
-        """Whether this address may open a connection now; if not, that is counted."""
+    def may_connect(self, address: str, num_opening: int) -> bool:
+        """Whether this address may open a connection now, while so many are being opened; if not,
+        that is counted."""
+        if len(self._open) + num_opening >= self.max_connections:
+            self._refuse("connections", "")
+            return False
         if self._rates.take(address, time.monotonic()):
             return True
         self._refuse("connection_rate", address)
@@ -250,14 +257,38 @@ def plain_answer(status: int, message: str, code: str, retry_after_s: int | None
     )
 
 
+class AddressTurns(Generic[Item]):
+    """Items that wait: addresses take turns, and those of an address keep their order."""
+
+    def __init__(self) -> None:
+        # the next address first
+        self._waiting: dict[str, deque[Item]] = {}
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def append(self, address: str, item: Item) -> None:
+        self._waiting.setdefault(address, deque()).append(item)
+        self._num += 1
+
+    def next(self) -> tuple[str, Item]:
+        address, items = next(iter(self._waiting.items()))
+        item = items.popleft()
+        self._num -= 1
+        # to the end
+        del self._waiting[address]
+        if items:
+            self._waiting[address] = items
+        return address, item
+
+
 class ParseTurns:
-    """Shares the event loop between the addresses that have bytes to parse, one after the other,
-    and the turns of an address between its connections, in their order. What a turn begins, a
+    """Shares the event loop between the connections that have bytes to parse. What a turn begins, a
     request's task, runs in the next iteration, so this limits those too."""
 
     def __init__(self) -> None:
-        # by address, the next one first
-        self._waiting: dict[str, deque[WatchedProtocol]] = {}
+        self._waiting = AddressTurns[WatchedProtocol]()
         # turns in this iteration
         self._num_taken = 0
         self._next: asyncio.Handle | None = None
@@ -272,7 +303,7 @@ class ParseTurns:
         protocol.parse()
 
     def wait(self, protocol: WatchedProtocol) -> None:
-        self._waiting.setdefault(protocol.address, deque()).append(protocol)
+        self._waiting.append(protocol.address, protocol)
         protocol.waits_for_turn = True
         self._begin_next(protocol.loop)
 
@@ -285,12 +316,7 @@ class ParseTurns:
         self._num_taken = 0
         while self._waiting and self._num_taken < MAX_TURNS:
             self._num_taken += 1
-            address, protocols = next(iter(self._waiting.items()))
-            protocol = protocols.popleft()
-            # to the end
-            del self._waiting[address]
-            if protocols:
-                self._waiting[address] = protocols
+            _, protocol = self._waiting.next()
             protocol.waits_for_turn = False
             try:
                 protocol.parse()
