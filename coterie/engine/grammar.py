@@ -199,7 +199,8 @@ class Constraint:
     def _completes(self, ending: list[int]) -> bool:
         if not ending:
             return bool(self._matcher.is_accepting())
-        return follows(self._matcher, [*ending, self._start.vocabulary.end])
+        tokens = [*ending, self._start.vocabulary.end]
+        return follows(self._matcher, tokens, self._start.hints.may_be_ambiguous)
 
     def _find(self, effort: int) -> list[int] | None:
         """Search an ending from here that fits into the remaining tokens."""
@@ -339,6 +340,8 @@ class _Waiter:
     def __init__(self, left: int) -> None:
         self.left = left
         self.event = threading.Event()
+        if not left:
+            self.event.set()
 
 
 class _Threads:
@@ -358,12 +361,16 @@ class _Threads:
         self.ended = threading.Event()
 
     def submit(self, jobs: Sequence[GrammarTask]) -> _Waiter:
-        waiter = _Waiter(len(jobs))
+        """The waiter is for the tasks that are likely to end within a step: those of requests whose
+        last task did."""
+        awaited = [job for job in jobs if job.time.last_s < STEP_BUDGET_S]
+        waiter = _Waiter(len(awaited))
         with self._lock:
             if not self._threads:
                 self._start()
-            for job in jobs:
+            for job in awaited:
                 job.waiter = waiter
+            for job in jobs:
                 self._queues.setdefault(job.time.tenant, deque()).append(job)
             self._lock.notify(len(jobs))
         return waiter
@@ -407,7 +414,7 @@ class _Threads:
             spent_s = self._run(job, left_s)
             with self._lock:
                 self._running[job.time.tenant] -= 1
-                self._times.charge(job.time, spent_s, CLOCK.free_s)
+                self._times.charge(job.time, spent_s, CLOCK)
                 if isinstance(job.error, TimeIsUp):
                     job.error = self._times.refusal(job.time)
                     self.num_refused += 1
@@ -476,7 +483,8 @@ class GrammarWork:
         self._left_s = STEP_BUDGET_S
 
     def do(self, jobs: Sequence[GrammarTask]) -> None:
-        """Run the tasks. Returns when they are done, or when the step has waited long enough."""
+        """Run the tasks. Returns when they are done, or when the step has waited long enough. It
+        does not wait for requests whose last task took longer than a step may wait."""
         if not jobs:
             return
         waiter = _THREADS.submit(jobs)

@@ -252,7 +252,7 @@ class _Search:
         return path
 
     def _ends(self, path: list[int]) -> bool:
-        return follows(self.matcher, [*path, self.finder.end])
+        return follows(self.matcher, [*path, self.finder.end], self.hints.may_be_ambiguous)
 
     def _fitting(self, path: list[int]) -> list[int] | None:
         ending = self.finder.segment(path)
@@ -314,7 +314,7 @@ class _Search:
         forced = matcher.compute_ff_bytes()
         if forced:
             spelt = finder.spell(forced)
-            if follows(matcher, spelt):
+            if follows(matcher, spelt, self.hints.may_be_ambiguous):
                 return [(1 + len(spelt) / 4, spelt)]
         allowed = finder.allowed(finder.mask(matcher, self._words))
         is_open = len(allowed) > OPEN
@@ -323,7 +323,7 @@ class _Search:
         named = [(1.0, [token]) for token in self.hints.tokens]
         named += [(1 + len(text) / 4, text) for text in self._texts]
         for cost, move in named:
-            if follows(matcher, move):
+            if follows(matcher, move, self.hints.may_be_ambiguous):
                 moves.append((cost, move))
         return moves
 
@@ -390,6 +390,8 @@ class EndingHints(NamedTuple):
     letters: frozenset[int]
     texts: tuple[bytes, ...]
     tokens: tuple[int, ...]
+    # whether a text may have several readings in the grammar; following it may then take long
+    may_be_ambiguous: bool
 
 
 _ESCAPE = re.compile(r"\\(?:[pP]\{\w*\}|[dDwWsSbBAzZpP]|x\{?[0-9A-Fa-f]+\}?|u\{?[0-9A-Fa-f]+\}?)")
@@ -401,6 +403,7 @@ _TOKEN = re.compile(r"<\[(\d+)\]>")
 def hints_of(answer_format: ResponseFormat) -> EndingHints:
     """Hints in a grammar, roughly read: a missed hint only makes a search longer."""
     letters, texts, tokens = set[int](), dict[bytes, None](), dict[int, None]()
+    may_be_ambiguous = answer_format.kind in ("lark", "gbnf")
 
     def pattern(text: str) -> None:
         plain = _ESCAPE.sub(".", text)
@@ -437,7 +440,7 @@ def hints_of(answer_format: ResponseFormat) -> EndingHints:
     elif answer_format.kind == "json_schema":
         with suppress(RecursionError):
             schema(json.loads(answer_format.text))
-    elif answer_format.kind in ("lark", "gbnf"):
+    elif may_be_ambiguous:
         rest = _schemas_out(answer_format.text, schema)
         for literal in _STRING.findall(rest):
             pattern(re.escape(literal))
@@ -445,7 +448,7 @@ def hints_of(answer_format: ResponseFormat) -> EndingHints:
             pattern(body)
         tokens = dict.fromkeys(int(number) for number in _TOKEN.findall(rest))
     kept = sorted((text for text in texts if len(text) > 1), key=len)[:MAX_HINTS]
-    return EndingHints(frozenset(letters), tuple(kept), tuple(tokens)[:MAX_HINTS])
+    return EndingHints(frozenset(letters), tuple(kept), tuple(tokens)[:MAX_HINTS], may_be_ambiguous)
 
 
 def example(pattern: str) -> bytes:

@@ -44,12 +44,14 @@ def hostile(number: int) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
-def ambiguous(number: int) -> str:
+def ambiguous(number: int, starts: int = ord("a")) -> str:
     """A grammar with so many readings of each text that a token takes seconds. It begins like any
-    other, for longer than the check before admission follows it."""
+    other, for longer than the check before admission follows it. A beginning of lower-case letters
+    is also a text of the ambiguous part: its own search for an ending takes long. With one of
+    upper-case letters only the tokens do."""
     rules = [f"a{n} ::= s s | [a-z]" for n in range(10 + number % 16)]
     choices = " | ".join(f"a{n} s" for n in range(len(rules)))
-    lead = "".join(chr(97 + (number + n) % 26) for n in range(40))
+    lead = "".join(chr(starts + (number + n) % 26) for n in range(40))
     return "\n".join([f'root ::= "{lead}" s', f"s ::= {choices} | [a-z]", *rules])
 
 
@@ -167,35 +169,47 @@ def test_a_large_counted_repeat_is_followed(server: Served, size: int, max_token
     assert re.fullmatch(f"[a-z ]{{{size}}}" if is_whole else "[a-z ]{10,200}", text), text
 
 
-def attacked(server: Served, number: int) -> tuple[int, str]:
-    body = {"prompt": "go", "grammar": ambiguous(number), "max_tokens": 100, "temperature": 1}
-    reply = server.post("/v1/infer", body, authorization=f"Bearer {KEYS[0]}")
+def attacked(server: Served, number: int, starts: int) -> tuple[int, str]:
+    body: dict[str, Any] = {"model": "tiny", "prompt": "go", "max_tokens": 100, "temperature": 1}
+    body |= {"grammar": ambiguous(number, starts), "ignore_eos": True}
+    reply = server.post("/v1/completions", body, authorization=f"Bearer {KEYS[0]}")
     return reply.status, reply.body.decode()
 
 
-def test_ambiguous_grammars_of_one_tenant_end_and_slow_nobody(server: Served) -> None:
+@pytest.mark.parametrize(
+    ("starts", "within_s"),
+    [pytest.param(ord("a"), 20, id="start"),
+     pytest.param(ord("A"), 80, id="tokens", marks=pytest.mark.full)],
+)  # fmt: skip
+def test_ambiguous_grammars_of_one_tenant_end_and_slow_nobody(
+    server: Served, starts: int, within_s: float
+) -> None:
     """Sixteen at once. Each is refused, and the other tenant's answers are not held up."""
-    usual = min(structured(server, number) for number in range(4))
+    first = 1000 * starts
+    alone = [structured(server, first + number) for number in range(4)]
     refused = server.metric("coterie_engine_events_total", KEYS[0], event="grammar_refused")
     begun, stop = time.monotonic(), threading.Event()
     with ThreadPoolExecutor(17) as pool:
         lag = pool.submit(worst_lag, stop)
-        attacks = [pool.submit(attacked, server, number) for number in range(16)]
+        attacks = [pool.submit(attacked, server, number, starts) for number in range(16)]
         times: list[float] = []
         while not all(one.done() for one in attacks):
-            times.append(structured(server, 100 + len(times)))
+            times.append(structured(server, first + 100 + len(times)))
         stop.set()
         seconds = time.monotonic() - begun
         statuses = [one.result() for one in attacks]
+    alone += [structured(server, first + number) for number in range(4, 8)]
     for status, body in statuses:
         assert status in (400, 429), body
         assert "too much time" in body or "too long" in body or "cannot be followed" in body, body
-    median, waited = statistics.median(times), lag.result()
+    usual, median, waited = statistics.median(alone), statistics.median(times), lag.result()
     print(
         f"{seconds:.1f} s; usual {usual:.3f} s, {len(times)} beside it: {median:.3f}, {waited:.3f}"
     )
-    assert seconds < 45
-    assert median < max(10 * usual, 3.0, 8 * waited)
+    # a quiet machine takes 0.09 s for an answer, twice that beside the others, and 6 s for all of
+    # them; another program's work makes its own answers slower too
+    assert median < max(5 * usual, 0.6, 8 * waited)
+    assert seconds < within_s * max(usual / 0.1, 1)
     assert server.metric("coterie_engine_events_total", KEYS[0], event="grammar_refused") > refused
     # and its tenant's own ordinary grammars still run
     assert ask(server, 1, response_format=hostile(1)) in (200, 429)
