@@ -129,7 +129,11 @@ def _check_model(
             row = _judged(case, plans[case], decisive, figures(quiet, prospect))
             tried = {key: asdict(value) for key, value in speeds.items()}
             rows.append(row | {"tried": tried, "others": use.shares()[0]})
-            say(f"case {case.number}: {'passed' if rows[-1]['passed'] else 'failed'}")
+            shares = ", ".join(
+                f"{name} {each.prefill:.0f} and {each.decode:.1f}"
+                for name, each in decisive.items()
+            )
+            say(f"case {case.number}: {'passed' if row['passed'] else 'failed'}: {shares} tok/s")
         bench.model.close()
     return rows
 
