@@ -2,11 +2,12 @@
 
 Three random models, four divisions of the memory each. For every case so many busy loops run while
 `coterie plan` measures a machine that it has never seen (a state folder of its own) and chooses.
-Then, without the loops, every strategy that the plan names runs in interleaved rounds. They show the
-rivals: the fastest at prompts, and the fastest at decoding of those that are as fast at prompts as
-the choice. Rounds of their own, of the rivals and the choice alone, decide, because the best of a
-dozen noisy figures is too good. The median of the rounds counts. A choice passes if neither rival is
-over 10% faster. The judgement needs a quiet machine: what others used meanwhile is told.
+Then, without the loops, every strategy that the plan names runs in interleaved rounds. They show
+the rivals: the fastest at prompts, and the fastest at decoding of those that are as fast at prompts
+as the choice. Rounds of their own, longer ones, of the rivals and the choice alone, decide, because
+the best of a dozen noisy figures is too good. The median of the rounds counts. A choice passes if
+neither rival is over 10% faster. The judgement needs a quiet machine: what others used meanwhile is
+told.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ ALLOWED = 0.10
 QUIET = 0.05
 # pairs of strategies that run beside the single ones
 PAIRS = 3
+# the deciding runs are so many times as long: a disk's speed changes from one second to the next
+LONGER = 4
 _HEADS = {"heads": 8, "kv_heads": 2, "head_dim": 64, "vocab": 4096, "positions": 1024}
 MODELS = {
     "32 experts": Shape(6, 32, 4, 512, 256, **_HEADS, skew=0.5, spread=10.0),
@@ -125,7 +128,7 @@ def _check_model(
             use = MachineUse()
             speeds = _run_all(bench, case, candidates(plans[case]), heatmap, args)
             chosen = plans[case]["choice"]["strategy"]
-            decisive = _run_all(bench, case, rivals(chosen, speeds), heatmap, args)
+            decisive = _run_all(bench, case, rivals(chosen, speeds), heatmap, args, LONGER)
             row = _judged(case, plans[case], decisive, figures(quiet, prospect))
             tried = {key: asdict(value) for key, value in speeds.items()}
             rows.append(row | {"tried": tried, "others": use.shares()[0]})
@@ -200,25 +203,27 @@ def _run_all(
     names: Sequence[str],
     heatmap: Any,
     args: argparse.Namespace,
+    longer: int = 1,
 ) -> dict[str, RealSpeed]:
+    requests = args.requests * longer
     configs = [Config(name, case.budget, case.host) for name in names]
     taken: dict[Config, list[Measured]] = {config: [] for config in configs}
     for _ in range(args.rounds):
         for config in configs:
-            taken[config].append(bench.measure(config, heatmap))
+            taken[config].append(bench.measure(config, heatmap, requests))
     middle = min if args.busy else statistics.median
-    return {config.strategy: _speed(taken[config], args, middle) for config in configs}
+    return {
+        config.strategy: _speed(taken[config], args.prompt * requests, middle) for config in configs
+    }
 
 
 def _speed(
-    taken: Sequence[Measured], args: argparse.Namespace, middle: Callable[[Any], float]
+    taken: Sequence[Measured], prompt_tokens: int, middle: Callable[[Any], float]
 ) -> RealSpeed:
     """Of every token and prompt the median of the rounds, or on a busy machine the shortest."""
-    decode_s = sum(map(middle, zip(*(one.decode_s for one in taken), strict=True)))
+    decode_s = [middle(times) for times in zip(*(one.decode_s for one in taken), strict=True)]
     prefill_s = middle([one.prefill_s for one in taken])
-    return RealSpeed(
-        args.prompt * args.requests / prefill_s, args.decode * args.requests / decode_s
-    )
+    return RealSpeed(prompt_tokens / prefill_s, len(decode_s) / sum(decode_s))
 
 
 def figures(machine: Machine, prospect: PlanInputs) -> dict[str, float]:

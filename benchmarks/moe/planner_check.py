@@ -149,13 +149,13 @@ class Bench:
         runtime.close()
         return trace
 
-    def measure(self, config: Config, heatmap: Heatmap) -> Measured:
-        """The warm-up of the trace, then the same number of other texts."""
+    def measure(self, config: Config, heatmap: Heatmap, requests: int) -> Measured:
+        """The warm-up of the trace, then so many other texts."""
         runtime = self.open(config, heatmap)
         try:
             self.request(0)
             self._settle(runtime)
-            taken = [self.request(1001 + seed) for seed in range(self.args.requests)]
+            taken = [self.request(1001 + seed) for seed in range(requests)]
         finally:
             runtime.close()
         return Measured(
@@ -225,7 +225,7 @@ def main() -> None:
     taken: dict[Config, list[Measured]] = {config: [] for config in rows}
     for turn in range(args.rounds):
         for config in rows:
-            taken[config].append(bench.measure(config, load.heatmap))
+            taken[config].append(bench.measure(config, load.heatmap, args.requests))
         _note(f"round {turn + 1} of {args.rounds} done")
     bench.model.close()
     report = [compare(config, rows[config], taken[config], args) for config in rows]

@@ -69,6 +69,10 @@ def test_among_equals_the_smallest_and_plainest_wins_and_belady_never() -> None:
         row("cpu_only", 100, 10, size=3),
     ]
     assert pick(rows).strategy == "cpu_only"
+    # a little more decode does not pay for more that prompts lose
+    vague = [row("weighted_pin", 97.5, 10.1), row("adaptive", 100, 10)]
+    assert pick(vague).strategy == "adaptive"
+    assert pick([row("lru", 0, 10), row("adaptive", 0, 10.1)]).strategy == "adaptive"
 
 
 def test_the_best_worst_case_wins_where_predictions_overlap() -> None:

@@ -75,6 +75,27 @@ def test_parts_have_fastest_slices_of_their_own() -> None:
     assert made.timing().seconds == 2.0 and made.timing().settled
 
 
+def test_threads_that_are_late_alike_every_time_are_found_out() -> None:
+    """Parts that agree at fifty times what one thread alone takes."""
+
+    def alone() -> None:
+        until = time.thread_time() + 0.002
+        while time.thread_time() < until:
+            pass
+
+    made = TimedWork(lambda: None, threads=2, on_one=alone)
+    made.slices = [TimeSlice((0.05, 0.05), 0.004, 0.3)] * timing.LEAST_SLICES
+    made.turns = timing.LEAST_TURNS
+    assert made.is_settled and made.timing().seconds == pytest.approx(0.1)
+    made.time_on_one()
+    found = made.timing()
+    assert not found.settled and 0.001 <= found.seconds < 0.01
+    assert found.seconds * (1 + found.spread) < 0.02
+    # one that is merely no faster with two threads is left as it was seen
+    made.slices = [TimeSlice((0.001, 0.0015), 0.004, 0.0)] * timing.LEAST_SLICES
+    assert made.timing().settled and made.timing().seconds == pytest.approx(0.0025)
+
+
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
     command = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]

@@ -351,17 +351,22 @@ def pick(rows: Iterable[PlanRow]) -> PlanChoice:
     quickest = max(row.least_decode_tokens_s for row in equal)
     near = [row for row in equal if row.least_decode_tokens_s >= quickest * (1 - SAME)]
     # among equals prefer the one that uses least memory, then one that does not fall back, then
-    # a single name, then the faster one
+    # a single name, then the one that loses least of the two speeds
     best = min(
         near,
         key=lambda row: (
             row.device_bytes + row.host_bytes,
             row.falls_back,
             "+" in row.strategy,
-            -row.least_decode_tokens_s,
+            -_of_best(row.least_prefill_tokens_s, fastest.least_prefill_tokens_s)
+            - _of_best(row.least_decode_tokens_s, quickest),
         ),
     )
     return PlanChoice(best.strategy, _reason(best, real), best.device_budget, best.host_budget)
+
+
+def _of_best(speed: float, best: float) -> float:
+    return speed / best if best > 0 else 1.0
 
 
 def _reason(best: PlanRow, rows: Sequence[PlanRow]) -> str:

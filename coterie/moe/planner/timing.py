@@ -37,6 +37,8 @@ _REST_S = 0.002
 _SHORTEST_SHARE = 0.6
 # from this share on, others use the machine; the part that this adds to what cannot be checked
 _OTHERS, _STOLEN, _UNCHECKED, _MOST_UNCHECKED = 0.05, 0.02, 0.15, 0.25
+# several threads never take so many times what one alone takes
+_THREADS_COST = 3
 _PACE = b"\0" * (64 << 10)
 _PACE_APART = 0.15
 
@@ -135,7 +137,7 @@ class TimedWork:
     def time_on_one(self) -> None:
         """Processor time of one thread does not depend on other processes: it says between which
         bounds the time of all threads lies."""
-        if self._on_one is None or self._threads == 1 or self.is_settled:
+        if self._on_one is None or self._threads == 1:
             return
         taken = []
         for _ in range(FASTEST):
@@ -175,7 +177,10 @@ class TimedWork:
 
     def _is_plausible(self, least: float) -> bool:
         """Whether a clean slice was about as fast as the fastest. Threads of a pool wait for one
-        another anyway; and short parts need no clean whole."""
+        another anyway; and short parts need no clean whole. But threads that meet often may be late
+        every time, and alike: what one alone takes shows it."""
+        if self._one_s is not None and least > _THREADS_COST * self._one_s:
+            return False
         if self._pooled or len(self.slices[0].parts) > 1:
             return True
         limit = least * (1 + APART)
@@ -221,10 +226,11 @@ def time_together(works: Mapping[str, TimedWork]) -> TimingReport:
         if not open_works:
             break
     pace.take()
-    for work in works.values():
-        work.time_on_one()
-    timings = {name: work.timing() for name, work in works.items()}
     others, stolen = use.shares()
+    for work in works.values():
+        if others >= _OTHERS or not work.is_settled:
+            work.time_on_one()
+    timings = {name: work.timing() for name, work in works.items()}
     if others >= _OTHERS:
         timings = {name: _widened(each, works[name], others) for name, each in timings.items()}
     return TimingReport(timings, _use_text(others, stolen), _drift(pace.slices))
