@@ -153,7 +153,8 @@ def one_end(ends: list[Any]) -> Any:
 
 
 def is_beginning(whole: Any, part: Any) -> bool:
-    return str(whole["text"]).startswith(part["text"])
+    """What is cut between two tokens of one character ends in a replacement character."""
+    return str(whole["text"]).startswith(part["text"].removesuffix("\N{REPLACEMENT CHARACTER}"))
 
 
 # OpenAI's
