@@ -280,4 +280,4 @@ def test_eight_uploads_at_once_do_not_hold_up_the_loop(
         )
         found = list(pool.map(lambda file: client.files.content(file.id).content, made))
     assert all(content == raw for content in found) and len({file.id for file in made}) == 8
-    assert probe.worst_s < 1.0
+    assert probe.worst_s < probe.allowed_s

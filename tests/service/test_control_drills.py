@@ -623,10 +623,10 @@ def test_a_decision_takes_microseconds_and_does_not_depend_on_history() -> None:
         drill.judge("s7")
 
     def cost_s() -> float:
-        began = time.perf_counter()
+        began = time.thread_time()
         for number in range(300):
             drill.control.steer(plan, SteerRequest(f"q{number}", 5))
-        return (time.perf_counter() - began) / 300
+        return (time.thread_time() - began) / 300
 
     assert min(cost_s() for _ in range(5)) < 200e-6
 

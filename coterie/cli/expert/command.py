@@ -98,7 +98,8 @@ version, it starts a canary: the version gets a share of the requests that would
 run with the expert, and a sequential test of the validated pass rates makes it
 current, or leaves the one before. One that is undecided after ensemble.canary_s
 (a week) ends, and the version stays staged. Elsewhere it becomes current at
-once. coterie ensemble status shows a canary, coterie ensemble audit how it ended.
+once. coterie ensemble status shows a canary, coterie ensemble audit how it
+ended.
 """
 _ROLLBACK = """\
 examples:
