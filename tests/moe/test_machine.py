@@ -21,7 +21,7 @@ from coterie.moe.planner.machine import (
     RealRatio,
     TransferCost,
 )
-from coterie.moe.planner.measure import ComputeTarget
+from coterie.moe.planner.measure import ComputeTarget, curve_of
 from coterie.moe.planner.overhead import ZeroExpertStore, measure_overhead
 from tests.helpers.moe.planner_cases import machine
 
@@ -31,6 +31,15 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # compiled kernels stay where they are: their folder is not this one
     monkeypatch.setattr(kept, "state_dir", lambda: tmp_path / "state")
     return tmp_path
+
+
+def test_disturbed_measurements_make_no_cost_negative() -> None:
+    curve, call_s = curve_of([24e-6, 40e-6, 80e-6, 200e-6], 10e-6, 8)
+    assert call_s == pytest.approx(8e-6) and curve.at(1) == pytest.approx(2e-6)
+    # the call of one expert was held up, and so were those of one row
+    curve, call_s = curve_of([60e-6, 6e-6, 30e-6, 150e-6], 50e-6, 8)
+    assert 0 < call_s <= 3e-6 and min(curve.seconds) > 0
+    assert list(curve.seconds) == sorted(curve.seconds)
 
 
 def test_a_curve_is_straight_between_points_and_goes_on_beyond() -> None:

@@ -286,15 +286,10 @@ class RecordWorks:
 
     def _curve(self, side: str, report: TimingReport) -> tuple[CostCurve, float]:
         """Seconds per expert by rows, and the fixed seconds of a call."""
-        many, call_s = self._experts, 0.0
+        many = self._experts
         several = [report.seconds(f"{side} {rows}") for rows in ROWS]
-        if many > 1:
-            single = report.seconds(f"{side} one")
-            each = (several[0] - single) / (many - 1)
-            # an error must not make the rest negative
-            call_s = min(max(0.0, single - each), several[0] / 2)
-        seconds = tuple((taken - call_s) / many for taken in several)
-        return CostCurve(ROWS, seconds), call_s
+        single = report.seconds(f"{side} one") if many > 1 else 0.0
+        return curve_of(several, single, many)
 
     def spreads(self, report: TimingReport) -> dict[str, float]:
         """By kind of cost, as `RecordProfile.slowed` names them."""
@@ -305,6 +300,18 @@ class RecordWorks:
             "load": [name for name in LOAD_WORKS if name in self.works],
         }
         return {kind: report.spread(*names) for kind, names in groups.items() if names}
+
+
+def curve_of(several: Sequence[float], single: float, many: int) -> tuple[CostCurve, float]:
+    """From calls of `many` experts by rows, and of a single one with one row. None is negative,
+    whatever the errors of the measurements."""
+    call_s = 0.0
+    if many > 1:
+        each = (several[0] - single) / (many - 1)
+        call_s = min(max(0.0, single - each), min(several) / 2)
+    # more rows never take less time: what was seen to take longer with fewer was disturbed
+    least = [min(several[row:]) for row in range(len(several))]
+    return CostCurve(ROWS, tuple((taken - call_s) / many for taken in least)), call_s
 
 
 def _copy_in_ram(target: Tensor, source: Tensor) -> None:

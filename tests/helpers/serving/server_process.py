@@ -22,7 +22,7 @@ from tests.helpers.folders import temporary_folder
 
 START_S = 90.0
 # the longest that a probe may take on a machine with other work
-MAX_PROBE_S = 2.0
+MAX_PROBE_S = 3.0
 # of the two tenants of the fixture `strict_server`
 KEYS = ("key-of-the-first-tenant", "key-of-the-second-tenant")
 
@@ -172,11 +172,10 @@ def frames(raw: bytes) -> list[tuple[str | None, Any]]:
 
 
 class Probe:
-    """Asks for health all the time. `worst_s` is the longest answer, `worst_lag_s` how late the
-    machine itself woke this thread."""
+    """Asks for health all the time; `worst_s` is the longest answer."""
 
     def __init__(self, served: Served) -> None:
-        self.served, self.worst_s, self.worst_lag_s, self.num_answers = served, 0.0, 0.0, 0
+        self.served, self.worst_s, self.num_answers = served, 0.0, 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -189,16 +188,8 @@ class Probe:
         self._thread.join()
 
     def _run(self) -> None:
-        slept_at, nap_s = time.monotonic(), 0.01
-        while not self._ended.wait(nap_s):
+        while not self._ended.wait(0.01):
             begun = time.monotonic()
-            self.worst_lag_s = max(self.worst_lag_s, begun - slept_at - nap_s)
             assert self.served.get("/health/live").status == 200
-            slept_at = time.monotonic()
-            self.worst_s = max(self.worst_s, slept_at - begun)
+            self.worst_s = max(self.worst_s, time.monotonic() - begun)
             self.num_answers += 1
-
-    @property
-    def allowed_s(self) -> float:
-        """A second, or more where the machine is that late."""
-        return max(1.0, 16 * self.worst_lag_s)
