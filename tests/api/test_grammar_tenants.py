@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.models.tiny import tiny_checkpoint
-from tests.helpers.serving.server_process import KEYS, Served
+from tests.helpers.serving.server_process import KEYS, MachineLag, Served
 
 
 @pytest.fixture(scope="module")
@@ -88,23 +88,13 @@ def worst_gap(server: Served, stop: threading.Event) -> float:
     return worst
 
 
-def worst_lag(stop: threading.Event) -> float:
-    """How late a thread of this machine comes that asked to sleep for a moment."""
-    worst, nap_s = 0.0, 0.01
-    begun = time.monotonic()
-    while not stop.wait(nap_s):
-        now = time.monotonic()
-        worst, begun = max(worst, now - begun - nap_s), now
-    return worst
-
-
 def under_load(
     server: Served, count: int, patterns: range | None = None
 ) -> tuple[float, float, list[int]]:
     """The worst gap, the machine's own worst lag meanwhile, and how the others were answered."""
     stop = threading.Event()
-    with ThreadPoolExecutor(count + 2) as pool:
-        gap, lag = pool.submit(worst_gap, server, stop), pool.submit(worst_lag, stop)
+    with ThreadPoolExecutor(count + 1) as pool, MachineLag() as lag:
+        gap = pool.submit(worst_gap, server, stop)
         time_limit = time.monotonic() + 200
         asked = []
         for number in range(count):
@@ -112,7 +102,7 @@ def under_load(
             asked.append(pool.submit(ask, server, number, **extra))
         statuses = [one.result(max(time_limit - time.monotonic(), 1)) for one in asked]
         stop.set()
-        return gap.result(), lag.result(), statuses
+        return gap.result(), lag.worst_s, statuses
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.full)])
@@ -188,21 +178,19 @@ def test_ambiguous_grammars_of_one_tenant_end_and_slow_nobody(
     first = 1000 * starts
     alone = [structured(server, first + number) for number in range(4)]
     refused = server.metric("coterie_engine_events_total", KEYS[0], event="grammar_refused")
-    begun, stop = time.monotonic(), threading.Event()
-    with ThreadPoolExecutor(17) as pool:
-        lag = pool.submit(worst_lag, stop)
+    begun = time.monotonic()
+    with ThreadPoolExecutor(16) as pool, MachineLag() as lag:
         attacks = [pool.submit(attacked, server, number, starts) for number in range(16)]
         times: list[float] = []
         while not all(one.done() for one in attacks):
             times.append(structured(server, first + 100 + len(times)))
-        stop.set()
         seconds = time.monotonic() - begun
         statuses = [one.result() for one in attacks]
     alone += [structured(server, first + number) for number in range(4, 8)]
     for status, body in statuses:
         assert status in (400, 429), body
         assert "too much time" in body or "too long" in body or "cannot be followed" in body, body
-    usual, median, waited = statistics.median(alone), statistics.median(times), lag.result()
+    usual, median, waited = statistics.median(alone), statistics.median(times), lag.worst_s
     print(
         f"{seconds:.1f} s; usual {usual:.3f} s, {len(times)} beside it: {median:.3f}, {waited:.3f}"
     )
