@@ -74,7 +74,7 @@ from coterie.service.responses.store import ResponseStore
 from coterie.service.shadow.runner import ShadowRunner
 from coterie.service.snapshot import ServingSnapshot
 from coterie.service.submit.admission import AdmissionResult
-from coterie.service.submit.submitter import SubmittedRequest, Submitter, assignment, tokenise
+from coterie.service.submit.submitter import Submitter, assignment, tokenise
 from coterie.service.validate.validators import AnswerValidators
 from coterie.workers.remote.body import check_format
 
@@ -455,6 +455,7 @@ class Pipeline:
                         run.served,
                         work,
                         partial(self._admitted, planned, meter),
+                        partial(self._moved, planned),
                         is_accepted=is_job,
                     )
                 self._conversations.turn(run.request, run.plan.adapters)
@@ -469,7 +470,6 @@ class Pipeline:
                 raise
             meter.max_tokens = run.max_tokens
             run.replica = submitted.replica.name
-            submitted.on_move = partial(self._moved, planned, submitted)
             ended, is_first, keeps_text = False, True, run.may_be_validated
             self._open += 1
             try:
@@ -534,9 +534,9 @@ class Pipeline:
             run.plan = replace(run.plan, reasons=(*run.plan.reasons, result.reason))
         planned.receipt.admitted(run, result.replica.name, outcome)
 
-    def _moved(self, planned: PlannedRequest, submitted: SubmittedRequest, left: str) -> None:
-        planned.run.replica = submitted.replica.name
-        planned.receipt.moved(left, submitted.replica.name)
+    def _moved(self, planned: PlannedRequest, left: str, replica: str) -> None:
+        planned.run.replica = replica
+        planned.receipt.moved(left, replica)
 
     async def _ended(
         self, planned: PlannedRequest, event: Finished | Failed, meter: RequestMeter

@@ -702,26 +702,29 @@ class MovingReplica(StillReplica):
 
 
 @pytest.mark.parametrize(
-    ("names", "refusing", "unwilling", "answered_by"),
+    ("names", "refusing", "unwilling", "answered_by", "continued_by"),
     [
-        ("abc", "b", "", "c"),
+        ("abc", "b", "", "c", "b"),
         # one that does not take it is not the only one
-        ("abc", "", "b", "c"),
-        ("ab", "b", "", None),
-        ("abcd", "bc", "", None),
+        ("abc", "", "b", "c", "c"),
+        ("ab", "b", "", None, "b"),
+        ("abcd", "bc", "", None, "b"),
     ],
 )
 def test_a_request_that_moved_before_its_verdict_is_replanned_elsewhere(
-    names: str, refusing: str, unwilling: str, answered_by: str | None
+    names: str, refusing: str, unwilling: str, answered_by: str | None, continued_by: str
 ) -> None:
     members = [MovingReplica(name, refusing, unwilling) for name in names]
     replicas = ReplicaSet("s", cast(Any, members), 1)
     series = SimpleNamespace(registry=MetricRegistry())
     served = cast(Any, SimpleNamespace(name="s", replicas=replicas, series=series))
-    submitter = Submitter()
+    submitter, moves = Submitter(), list[tuple[str, str]]()
 
     async def main() -> str:
-        return (await submitter.enqueue(served, asked(1))).replica.name
+        submitted = await submitter.enqueue(
+            served, asked(1), on_move=lambda left, to: moves.append((left, to))
+        )
+        return submitted.replica.name
 
     if answered_by is None:
         with pytest.raises(Overloaded):
@@ -730,3 +733,5 @@ def test_a_request_that_moved_before_its_verdict_is_replanned_elsewhere(
         assert asyncio.run(main()) == answered_by
     assert sum(one.num_submitted for one in members) <= 2
     assert members[1].num_submitted == 0, "it had it already, by the move"
+    # the receipt is told of it, although it had no verdict yet
+    assert moves == [("a", continued_by)]

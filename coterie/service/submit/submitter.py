@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
     from coterie.service.plan import RequestRun
 
-
+# called with the name of the replica that a request leaves, and of the one that gets it
+OnMove = Callable[[str, str], None]
 # tokens that a template may add to a prompt on another server
 SPARE = 128
 
@@ -76,13 +77,14 @@ class Submitter:
         served: ServedSpecialist,
         assignment: Assignment,
         on_admit: Callable[[AdmissionResult], None] | None = None,
+        on_move: OnMove | None = None,
         *,
         is_accepted: bool = False,
     ) -> SubmittedRequest:
         """Check admission, then let the worker decide. If the worker refuses, try another replica
-        once. `on_admit` is called with the result of admission before the request is handed over.
-        A request that `is_accepted` already, as a job is, is not refused for its
-        deadline."""
+        once. `on_admit` is called with the result of admission before the request is handed over,
+        `on_move` with the names of the replica that lost it and of the one that continues it. A
+        request that `is_accepted` already, as a job is, is not refused for its deadline."""
         replicas, refused, num_tries = served.replicas, set[str](), 0
         full: tuple[Replica, Rejected] | None = None
         while True:
@@ -96,7 +98,9 @@ class Submitter:
                 # there is a replica, but it is full
                 raise self._refusal(served, assignment, *full) from None
             replica, assignment, request = result.replica, result.assignment, result.request
-            submitted = SubmittedRequest(self._admission, served, replica, assignment, request)
+            submitted = SubmittedRequest(
+                self._admission, served, replica, assignment, request, on_move
+            )
             if on_admit is not None:
                 on_admit(result)
             verdict: Admitted | Rejected | None = None
@@ -133,7 +137,7 @@ class SubmittedRequest:
     counts of that replica."""
 
     __slots__ = (
-        "_admission", "_assignment", "_queue", "_request", "_served", "events", "left", "on_move",
+        "_admission", "_assignment", "_on_move", "_queue", "_request", "_served", "events", "left",
         "replica",
     )  # fmt: skip
 
@@ -144,14 +148,14 @@ class SubmittedRequest:
         replica: Replica,
         assignment: Assignment,
         request: ReplicaRequest,
+        on_move: OnMove | None = None,
     ) -> None:
         self._admission, self._served, self._assignment = admission, served, assignment
+        self._on_move = on_move
         self._request, self._queue = request, served.replicas.queue(replica)
         self.replica = replica
         # names of the replicas that it moved away from
         self.left: list[str] = []
-        # called with the name of the replica that it leaves
-        self.on_move: Callable[[str], None] | None = None
         self._queue.add(request)
         # the place is free when the last event comes, even if the client reads slowly
         self.events = EventQueue(self._ended, self._started, self._produced)
@@ -182,8 +186,8 @@ class SubmittedRequest:
         self._queue.add(rest)
         self.left.append(left.name)
         self._served.series.registry.value("coterie_recoveries", self._served.name, "moved").add()
-        if self.on_move is not None:
-            self.on_move(left.name)
+        if self._on_move is not None:
+            self._on_move(left.name, replica.name)
 
     def _started(self) -> None:
         self._queue.started(self._request)
