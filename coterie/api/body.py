@@ -40,7 +40,8 @@ MAX_INLINE_BYTES = 16_000
 MAX_PASSED_BYTES, PASS_S = 32_000_000, 5.0
 # limit for all bodies that are being received together, in multiples of the largest allowed body
 MAX_BODIES_AT_ONCE = 64
-# the memory of bodies of at least this size is returned to the system
+# the memory of a body of at least this size, or of smaller ones that arrived together, is returned
+# to the system
 LARGE_BYTES = 500_000
 TRIM_AFTER_S = 1.0
 
@@ -165,6 +166,8 @@ async def read(request: Request, limit_bytes: int) -> bytes:
     except TimeoutError:
         raise InvalidRequest(f"the body did not arrive within {seconds:g} s") from None
     finally:
+        if receiving.num_bytes >= LARGE_BYTES:
+            _trim_soon(asyncio.get_running_loop())
         receiving.num_bytes -= size
     return b"".join(chunks)
 

@@ -6,15 +6,18 @@ from __future__ import annotations
 import json
 import random
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from websockets.sync.client import connect
 
+from coterie.api.body import TRIM_AFTER_S
 from coterie.models.text.tokenizer import load_tokenizer
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.server_process import MAX_PROBE_S, Probe, Served, chat
@@ -236,6 +239,42 @@ def test_what_does_not_fit_is_still_counted_right(server: Served) -> None:
     ]
     # a template may strip the last blank
     assert counted[1] - counted[0] in (exact, exact - 1)
+
+
+def test_unfinished_bodies_give_their_memory_back(server: Served) -> None:
+    """Bodies in small chunks, whose clients leave before the end."""
+    where = urlsplit(server.url)
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\n"
+        "content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
+    body = head.encode() + (b"40\r\n" + b"a" * 64 + b"\r\n") * 24_000
+    all_sent = threading.Barrier(24)
+
+    def send() -> None:
+        with socket.create_connection((where.hostname, where.port)) as connection:
+            connection.sendall(body)
+            all_sent.wait()
+
+    # what is free now is returned to the system
+    path, make = BODIES["unknown fields"]
+    assert server.post(path, make()).status in (400, 413)
+    time.sleep(2 * TRIM_AFTER_S)
+    before = rss(server)
+    threads = [threading.Thread(target=send) for _ in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # what had arrived is parsed first
+    deadline = time.monotonic() + 60
+    while server.metric("coterie_connections") > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    deadline = time.monotonic() + 10
+    while rss(server) > before + 20_000_000 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert rss(server) <= before + 20_000_000, (before, rss(server))
 
 
 def test_memory_comes_back(server: Served) -> None:
