@@ -229,7 +229,9 @@ def test_the_other_replica_continues_what_a_killed_one_had(served: Served) -> No
     assert moved(served) == len(continued) > 0
     for receipt in continued:
         assert receipt["plan"]["replica"] == "e0r1"
-        assert receipt["timings"]["outage_ms"] > 0 and receipt["outcome"] == "length"
+        assert receipt["outcome"] == "length"
+    # one that had not reached its worker yet lost no time
+    assert any(receipt["timings"]["outage_ms"] > 0 for receipt in continued)
     # nothing is counted twice or left behind
     for kind in ("running", "waiting"):
         assert served.metric(f"vllm:num_requests_{kind}") == 0
