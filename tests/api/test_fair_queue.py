@@ -177,7 +177,7 @@ def test_a_hopeless_deadline_is_refused_with_the_estimate(house: Served) -> None
 
 # beside other tests what was promised is kept less often: one turn has few refusals to count
 @pytest.mark.parametrize(
-    ("turns", "share"), [(1, 0.5), pytest.param(4, 0.8, marks=pytest.mark.full)]
+    ("turns", "share"), [(1, 0.3), pytest.param(4, 0.8, marks=pytest.mark.full)]
 )
 def test_who_waits_as_told_gets_in(house: Served, turns: int, share: float) -> None:
     """Twelve clients at two places to run and four to wait: of those that were refused, and came

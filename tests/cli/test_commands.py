@@ -22,6 +22,7 @@ import torch
 
 from coterie.cli import tune
 from coterie.core.errors import ConfigError
+from tests.helpers.cpu_speed import slowness
 from tests.helpers.models.tiny import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -71,7 +72,7 @@ def tiny() -> str:
 
 
 def test_help_is_instant() -> None:
-    """Half a second of its own time; the machine may be busy with other tests."""
+    """Half a second of its own time, on a core of the usual speed."""
     times = []
     for _ in range(3):
         before = os.times()
@@ -80,7 +81,7 @@ def test_help_is_instant() -> None:
         used = (after.children_user, after.children_system)
         times.append(sum(used) - before.children_user - before.children_system)
         assert done.returncode == 0 and "coterie serve" in done.stdout
-    assert min(times) < 0.5
+    assert min(times) < 0.5 * slowness()
 
 
 def test_help_imports_nothing_heavy() -> None:

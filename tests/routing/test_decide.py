@@ -20,6 +20,7 @@ from coterie.routing.features.rules import compiled
 from coterie.routing.protocols import NoOutcomes
 from coterie.routing.router import CANDIDATES, Router, Specialist
 from tests.helpers.adapters.profiles import BASE, OTHER, Answers, Fleet, Matched, asking, profile
+from tests.helpers.cpu_speed import slowness
 
 SPECIALISTS = [Specialist("tiny", fingerprint=BASE), Specialist("other", fingerprint=OTHER)]
 
@@ -472,7 +473,7 @@ def _check_candidates(
 
 
 def test_a_plan_costs_the_event_loop_little() -> None:
-    """Beside the matcher, 16 candidates of 1,000: below 0.7 ms of CPU with a busy core's slack."""
+    """Beside the matcher, 16 candidates of 1,000: below 0.7 ms of a core of the usual speed."""
     rng = random.Random(5)
     profiles = [
         profile(f"n{i}", quality=rng.random(), router_hint="not has_code", requires=())
@@ -489,4 +490,4 @@ def test_a_plan_costs_the_event_loop_little() -> None:
         plan = router.plan(request)
         took.append(time.thread_time() - begun)
     assert plan.trace is not None and len(plan.trace.candidates) == CANDIDATES
-    assert sorted(took)[150] < 7e-4, f"{sorted(took)[150] * 1e3:.3f} ms"
+    assert sorted(took)[150] < 7e-4 * slowness(), f"{sorted(took)[150] * 1e3:.3f} ms"

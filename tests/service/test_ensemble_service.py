@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -87,12 +86,12 @@ def config_file(folder: Path, *, fresh: float = 0.0, shadows: int = 2, check: st
 
 
 @pytest.fixture
-def ensemble_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A state folder of its own, with the compiled kernels of the common home."""
+def ensemble_home(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A state folder of its own, with the compiled kernels of the common home. It goes when all
+    tests have ended: the thread that learns experts' probes may still write to it."""
     path = own_home(temporary_folder("coterie-home-"))
     monkeypatch.setenv("COTERIE_HOME", str(path))
-    yield path
-    shutil.rmtree(path)
+    return path
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from coterie.weights.home import home
+from tests.helpers.cpu_speed import slowness
 from tests.helpers.folders import temporary_folder
 
 START_S = 90.0
@@ -194,8 +195,9 @@ class MachineLag:
             self.worst_s, begun = max(self.worst_s, now - begun - nap_s), now
 
     def allowed_s(self, limit_s: float) -> float:
-        """The limit, or more where the machine itself is late: an answer needs it many times."""
-        return max(limit_s, 16 * self.worst_s)
+        """The limit on cores of the usual speed, or more where the machine itself is late: an
+        answer needs it many times."""
+        return max(limit_s * slowness(), 16 * self.worst_s)
 
 
 class Probe:
