@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from coterie.core.errors import WeightsError
 from coterie.weights.files import FileExtent, release, samples
-from coterie.weights.formats.gguf import GGUFFile, TensorInfo, is_gguf, read_gguf
+from coterie.weights.formats.gguf import GGUFFile, TensorInfo, is_gguf, only_gguf, read_gguf
 from coterie.weights.formats.gguf_config import (
     PERMUTED,
     ROPE_FACTORS,
@@ -23,7 +23,7 @@ from coterie.weights.formats.gguf_config import (
     hf_generation,
     tensor_names,
 )
-from coterie.weights.formats.gguf_tensors import map_file, read_tensor
+from coterie.weights.formats.gguf_tensors import map_files, read_tensor
 from coterie.weights.formats.safetensors import SafetensorsCheckpoint
 from coterie.weights.quantize import Weight, dense
 
@@ -64,12 +64,13 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A GGUF file, a directory with one, or a Hugging Face directory of safetensors."""
+    """A GGUF file or any part of a split one, a directory with one, or a Hugging Face directory of
+    safetensors."""
     path = Path(path)
     if path.is_dir():
-        inside = sorted(path.glob("*.gguf"))
-        if len(inside) == 1 and not (path / "config.json").exists():
-            return GGUFCheckpoint(inside[0])
+        inside = only_gguf(path)
+        if inside is not None and not (path / "config.json").exists():
+            return GGUFCheckpoint(inside)
         return SafetensorsCheckpoint(path)
     if not path.exists():
         raise WeightsError(f"{path}: no such file or directory. Check the path.")
@@ -88,7 +89,7 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: GGUFFile = read_gguf(path)
-        self._data = map_file(self._file)
+        self._data = map_files(self._file)
         factors = self._file.tensors.get(ROPE_FACTORS)
         self.config = hf_config(self._file, None if factors is None else self._values(factors))
         self.generation = hf_generation(self._file)
@@ -110,30 +111,33 @@ class GGUFCheckpoint:
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         info = self._info(name)
-        data = self._data[info.offset : info.offset + info.nbytes]
+        data = self._data[info.path][info.offset : info.offset + info.nbytes]
         order = self._row_order(info)
         return data if order is None else data.reshape(info.shape[0], -1)[order].reshape(-1)
 
     def extent(self, name: str) -> FileExtent:
         info = self._info(name)
-        return FileExtent(self.path, info.offset, info.nbytes)
+        return FileExtent(info.path, info.offset, info.nbytes)
 
     def release(self) -> None:
-        release(self.path, self._data)
+        for path, data in self._data.items():
+            release(path, data)
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
-        digest.update(self._data[: self._file.header_bytes].tobytes())
-        digest.update(str(self._file.size_bytes).encode())
-        tensors = self._file.tensors.values()
-        starts = [(info.offset, min(info.nbytes, _SAMPLE_BYTES)) for info in tensors]
-        for sample in samples(self.path, starts):
-            digest.update(sample)
+        file = self._file
+        digest.update(self._data[file.path][: file.header_bytes].tobytes())
+        for path, size in file.sizes.items():
+            digest.update(str(size).encode())
+            own = [info for info in file.tensors.values() if info.path == path]
+            starts = [(info.offset, min(info.nbytes, _SAMPLE_BYTES)) for info in own]
+            for sample in samples(path, starts):
+                digest.update(sample)
         return digest.hexdigest()
 
     def without_tensors(self) -> bytes:
         """A GGUF file with this file's metadata and no tensors: enough for a tokenizer."""
-        head = bytearray(self._data[: self._file.metadata_bytes].tobytes())
+        head = bytearray(self._data[self._file.path][: self._file.metadata_bytes].tobytes())
         head[8:16] = bytes(8)  # the number of tensors
         return bytes(head)
 

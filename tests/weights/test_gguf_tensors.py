@@ -47,8 +47,8 @@ def test_kept_types_hold_the_same_values(kind: str) -> None:
     values = random.standard_normal((64, 256), dtype=np.float32)
     number = gguf.GGMLQuantizationType[kind]
     raw = gguf.quants.quantize(values, number)
-    info = TensorInfo("t", (64, 256), kind, 0, raw.nbytes)
-    weight = read_tensor(raw.reshape(-1).copy(), info, None)
+    info = TensorInfo("t", (64, 256), kind, 0, raw.nbytes, Path("t"))
+    weight = read_tensor({info.path: raw.reshape(-1).copy()}, info, None)
     assert isinstance(weight, Int8Weight if kind == "Q8_0" else Int4Weight)
     assert np.array_equal(dense(weight).numpy(), gguf.quants.dequantize(raw, number))
 
@@ -56,7 +56,8 @@ def test_kept_types_hold_the_same_values(kind: str) -> None:
 def test_a_scale_too_large_for_fp16_falls_back_to_fp32() -> None:
     block = np.concatenate([np.array([20_000], np.float16).view(np.uint8), np.full(16, 0x0F)])
     raw = np.ascontiguousarray(block.astype(np.uint8))
-    weight = read_tensor(raw, TensorInfo("t", (1, 32), "Q4_0", 0, 18), None)
+    info = TensorInfo("t", (1, 32), "Q4_0", 0, 18, Path("t"))
+    weight = read_tensor({info.path: raw}, info, None)
     assert isinstance(weight, DenseWeight)
     expected = gguf.quants.dequantize(raw.reshape(1, -1), gguf.GGMLQuantizationType.Q4_0)
     assert np.array_equal(weight.tensor.numpy(), expected)

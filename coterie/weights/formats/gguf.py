@@ -1,4 +1,5 @@
-"""The header of a GGUF file: metadata, and the position of each tensor.
+"""The header of a GGUF file: metadata, and the position of each tensor; of a model in several files
+that of all.
 
 Reads versions 2 and 3, little endian. Every count, length, offset and type is checked against the
 file before it is used, so that a truncated or malicious file causes a `WeightsError`.
@@ -7,9 +8,10 @@ file before it is used, so that a truncated or malicious file causes a `WeightsE
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,23 +56,30 @@ _MAX_NAME_BYTES = 1 << 16
 _MAX_ARRAY_STRINGS = 1 << 22
 _MAX_DIMENSIONS = 4
 _MAX_ALIGNMENT = 1 << 20
+_MAX_PARTS = 4096
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_SPLIT_TENSORS = "split.tensors.count"
 
 _AGAIN = "Fetch or convert it again."
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """shape is in torch's order (rows first). `offset` counts from the start of the file."""
+    """shape is in torch's order (rows first). `offset` counts from the start of the file `path`."""
 
     name: str
     shape: tuple[int, ...]
     type: str
     offset: int
     nbytes: int
+    path: Path
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
+    """`path` is the first file, whose metadata are the model's; `sizes` has every file."""
+
     path: Path
     version: int
     metadata: dict[str, Any]
@@ -78,7 +87,7 @@ class GGUFFile:
     # where the metadata ends, and where the table of tensors after it ends
     metadata_bytes: int
     header_bytes: int
-    size_bytes: int
+    sizes: dict[Path, int]
 
 
 def is_gguf(path: Path) -> bool:
@@ -90,7 +99,70 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """The header of `path`; raises WeightsError for anything that is not a valid GGUF file."""
+    """The header of `path`, and of the files beside it that are parts of the same model; raises
+    WeightsError for anything that is not a valid GGUF file."""
+    file = _read_file(path)
+    count = file.metadata.get("split.count", 1)
+    # metadata alone, as a packed store keeps them, are no part
+    alone = not file.tensors and gguf_parts(path.name) is None
+    return file if count in (0, 1) or alone else _joined(file, count)
+
+
+def gguf_parts(name: str) -> list[str] | None:
+    """The names of all files of the split model that a file of this name is a part of."""
+    match = _PART.fullmatch(name)
+    if match is None or not 0 < int(match["number"]) <= int(match["count"]) <= _MAX_PARTS:
+        return None
+    stem, count = match["stem"], match["count"]
+    return [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)]
+
+
+def only_gguf(folder: Path) -> Path | None:
+    """The one GGUF file in a folder, or the first part of the one that is split."""
+    inside = sorted(folder.glob("*.gguf"))
+    if not inside or (len(inside) > 1 and gguf_parts(inside[0].name) != [p.name for p in inside]):
+        return None
+    return inside[0]
+
+
+def _joined(file: GGUFFile, count: Any) -> GGUFFile:
+    """All parts of the model that `file` is one of."""
+    names = gguf_parts(file.path.name)
+    if names is None or len(names) != count:
+        raise WeightsError(
+            f"{file.path}: one of {count} parts of a model. Give all their own names again, "
+            f"NAME-00001-of-{str(count)[:5]:0>5}.gguf and so on, in one folder."
+        )
+    parts, tensors = [], {}
+    for number, name in enumerate(names):
+        path = file.path.with_name(name)
+        if not path.exists():
+            raise WeightsError(
+                f"{path}: missing, part {number + 1} of {count} of this model. Put it beside "
+                f"{file.path.name}."
+            )
+        part = file if path == file.path else _read_file(path)
+        for key, wanted in (("split.no", number), ("split.count", count), (_SPLIT_TENSORS, None)):
+            wanted = file.metadata.get(key) if wanted is None else wanted
+            if part.metadata.get(key) != wanted:
+                raise _foreign(path, f"its {key} is {part.metadata.get(key)!r}, not {wanted!r}")
+        for tensor in part.tensors.values():
+            if tensor.name in tensors:
+                raise _foreign(path, f"another part has the tensor {tensor.name!r} too")
+            tensors[tensor.name] = tensor
+        parts.append(part)
+    if len(tensors) != file.metadata.get(_SPLIT_TENSORS):
+        told = file.metadata.get(_SPLIT_TENSORS)
+        raise _foreign(file.path, f"the parts have {len(tensors)} tensors together, not {told!r}")
+    sizes = {part.path: size for part in parts for size in part.sizes.values()}
+    return replace(parts[0], tensors=tensors, sizes=sizes)
+
+
+def _foreign(path: Path, what: str) -> WeightsError:
+    return WeightsError(f"{path}: not a part of the same model, {what}. Fetch all parts again.")
+
+
+def _read_file(path: Path) -> GGUFFile:
     try:
         with path.open("rb") as handle:
             size = handle.seek(0, 2)
@@ -127,7 +199,8 @@ class _Reader:
         header = self.at
         start = _aligned(header, self._alignment(metadata))
         tensors = self._with_file_offsets(raw, start, self._alignment(metadata))
-        return GGUFFile(self.path, version, metadata, tensors, metadata_end, header, self.size)
+        sizes = {self.path: self.size}
+        return GGUFFile(self.path, version, metadata, tensors, metadata_end, header, sizes)
 
     def broken(self, what: str) -> WeightsError:
         return WeightsError(f"{self.path}: damaged GGUF file, {what}. {_AGAIN}")
@@ -249,7 +322,8 @@ class _Reader:
             elements *= extent
         if elements == 0 or shape[-1] % block:
             raise self.broken(f"tensor {name!r} of type {kind} has the impossible shape {shape}")
-        return TensorInfo(name, shape, kind, offset, elements // block * block_bytes)
+        nbytes = elements // block * block_bytes
+        return TensorInfo(name, shape, kind, offset, nbytes, self.path)
 
     def _unknown_type(self, name: str, number: int) -> WeightsError:
         if number not in _OTHER_TYPES:
@@ -284,7 +358,7 @@ class _Reader:
                     f"{self.path}: truncated, tensor {info.name!r} ends at byte {reached} but the "
                     f"file has {self.size}. Fetch it again."
                 )
-            tensors[info.name] = TensorInfo(info.name, info.shape, info.type, offset, info.nbytes)
+            tensors[info.name] = replace(info, offset=offset)
         return tensors
 
 

@@ -259,12 +259,6 @@ def hf_config(file: GGUFFile, rope_factors: Sequence[float] | None = None) -> di
 
 
 def _family(keys: GgufKeys) -> str:
-    parts = keys.file.metadata.get("split.count", 0)
-    if isinstance(parts, int) and parts > 1:
-        raise WeightsError(
-            f"{keys.file.path}: one of {parts} parts of a split GGUF file. Join them first "
-            "(llama-gguf-split --merge)."
-        )
     if keys.prefix not in ARCHITECTURES:
         raise WeightsError(
             f"{keys.file.path}: architecture {keys.prefix[:60]!r} is not supported. "

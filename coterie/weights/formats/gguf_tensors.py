@@ -7,7 +7,8 @@ requested as blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +24,16 @@ Bytes = npt.NDArray[np.uint8]
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def map_file(file: GGUFFile) -> Bytes:
-    """Copy on write: torch uses the pages without a copy, and nothing is written to the file."""
-    return np.memmap(file.path, dtype=np.uint8, mode="c", shape=(file.size_bytes,))
+def map_files(file: GGUFFile) -> dict[Path, Bytes]:
+    """Copy on write: torch uses the pages without a copy, and nothing is written to the files."""
+    return {
+        path: np.memmap(path, dtype=np.uint8, mode="c", shape=(size,))
+        for path, size in file.sizes.items()
+    }
 
 
 def read_tensor(
-    data: Bytes,
+    data: Mapping[Path, Bytes],
     info: TensorInfo,
     order: npt.NDArray[np.int64] | None,
     keep_blocks: bool = False,
@@ -38,7 +42,7 @@ def read_tensor(
 
     keep_blocks: a Q4_K or Q6_K matrix comes back as `GgufBlocks`, views of the file.
     """
-    raw = data[info.offset : info.offset + info.nbytes]
+    raw = data[info.path][info.offset : info.offset + info.nbytes]
     if order is not None:
         raw = raw.reshape(info.shape[0], -1)[order].reshape(-1)
     return decode(torch.from_numpy(raw), info.type, info.shape, keep_blocks)

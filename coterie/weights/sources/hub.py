@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import MissingDependency, WeightsError
+from coterie.weights.formats.gguf import gguf_parts
 from coterie.weights.sources.download import Progress, RemoteFile, download
 
 _SPEC = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w./-]+\.gguf))?(?:@([\w./-]+))?")
@@ -124,17 +125,27 @@ def _remote(item: Any, url: str, headers: dict[str, str]) -> RemoteFile:
     return RemoteFile(url, sha256, item.size, headers)
 
 
+def _with_parts(model: HubModel, file: str, names: Sequence[str]) -> set[str]:
+    """The file, and the others of a split model."""
+    folder, slash, name = file.rpartition("/")
+    wanted = {f"{folder}{slash}{part}" for part in gguf_parts(name) or [name]}
+    missing = sorted(wanted - set(names))
+    if missing:
+        raise WeightsError(f"{model.source}: the repository lacks its part {missing[0]}.")
+    return wanted
+
+
 def _choose(model: HubModel, names: Sequence[str]) -> set[str]:
     if model.file is not None:
         if model.file not in names:
             raise WeightsError(f"{model.source}: the repository has no such file. Check the name.")
-        return {model.file}
+        return _with_parts(model, model.file, names)
     top = {name for name in names if _WANTED.fullmatch(name)}
     if any(name.endswith(".safetensors") for name in top):
         return top | {name for name in names if MODULE_FILE.fullmatch(name)}
     ggufs = sorted(name for name in names if name.endswith(".gguf"))
-    if len(ggufs) == 1:
-        return {ggufs[0]}
+    if len(ggufs) == 1 or (ggufs and gguf_parts(ggufs[0]) == ggufs):
+        return set(ggufs)
     if ggufs:
         raise WeightsError(
             f"{model.source}: holds {len(ggufs)} GGUF files; name one, for example "

@@ -178,9 +178,11 @@ def _source_of(folder: Path) -> str | None:
 
 
 def _model_in(folder: Path) -> Path:
-    """The only GGUF file, or the folder itself."""
-    ggufs = sorted(folder.glob("*.gguf"))
-    return ggufs[0] if len(ggufs) == 1 and not (folder / "config.json").exists() else folder
+    """The only GGUF file or the first part of it, or the folder itself."""
+    from coterie.weights.formats.gguf import only_gguf
+
+    file = only_gguf(folder)
+    return folder if file is None or (folder / "config.json").exists() else file
 
 
 @contextmanager

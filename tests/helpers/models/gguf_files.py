@@ -83,14 +83,17 @@ def write_model(
     kind: str = "F32",
     seed: int = 0,
     tied: bool = False,
+    parts: int = 1,
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
-    """A whole small model; answers its dense weights before they were quantised."""
+    """A whole small model; answers its dense weights before they were quantised. Several parts are
+    files beside `path`."""
     weights = hf_weights(
         seed, tied=tied, norms=architecture == "qwen3", biases=architecture == "qwen2"
     )
-    writer = gguf.GGUFWriter(path, architecture)
+    most = 0 if parts == 1 else -(-len(weights) // parts)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=most)
     writer.add_block_count(LAYERS)
     writer.add_context_length(512)
     writer.add_embedding_length(HIDDEN)

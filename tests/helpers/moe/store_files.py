@@ -17,7 +17,7 @@ from coterie.moe.store.base import ExpertGeometry, ExpertNames, ExpertStore, Key
 from coterie.moe.store.checkpoint import open_store
 from coterie.weights.checkpoint import Checkpoint, GGUFCheckpoint, open_checkpoint
 from coterie.weights.formats.gguf import read_gguf
-from coterie.weights.formats.gguf_tensors import map_file
+from coterie.weights.formats.gguf_tensors import map_files
 from coterie.weights.quantize import DenseWeight, dense
 from tests.helpers.models.gguf_files import add_tensor, finish
 
@@ -131,7 +131,7 @@ class PlainGGUF(GGUFCheckpoint):
 
     def __init__(self, path: Path) -> None:
         self.path, self._file = path, read_gguf(path)
-        self._data = map_file(self._file)
+        self._data = map_files(self._file)
         self.config, self.generation = {"hidden_size": 256}, {}
         self._names = {name: name for name in self._file.tensors}
         self._permuted = False
