@@ -28,6 +28,7 @@ from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
 from coterie.moe.store.base import ExpertGeometry, Key, StoreTimings
 from coterie.moe.store.disk import DiskReader
 from coterie.weights.checkpoint import Checkpoint
+from coterie.weights.files import FileExtent
 from coterie.weights.quantize import DenseWeight, Weight
 
 _SHARED: dict[str, Any] = {
@@ -168,10 +169,13 @@ class RandomCheckpoint:
     def raw(self, name: str) -> NoReturn:
         raise NotImplementedError("a random model has no bytes on disk")
 
-    extent = raw
+    def extent(self, name: str) -> FileExtent:
+        return FileExtent(self.path, 0, 0)
 
-    def release(self) -> None:
+    def unmap(self) -> None:
         """Nothing is kept."""
+
+    release = unmap
 
     def fingerprint(self) -> str:
         return "random"

@@ -25,12 +25,15 @@ from torch.nn import functional
 from coterie.kernels.cpu.build import native
 from coterie.kernels.cpu.expert_mlp import RecordTable, combine, run_experts
 from coterie.kernels.cpu.expert_record import dense_parts, pack_record
-from coterie.kernels.expert_layout import KINDS, ExpertLayout
+from coterie.kernels.expert_layout import ExpertLayout
+from coterie.weights.formats.gguf_blocks import BLOCK_SIZES
+from coterie.weights.kinds import BLOCK_KINDS, KINDS
 from coterie.weights.quantize import DenseWeight, GgufBlocks, Int4Weight, Int8Weight, Weight
 
 EXPERTS, TOP_K, TOKENS = 64, 8, 512
 FOOTPRINT_BYTES = 512 << 20
-BLOCK_BYTES = {"q4_k": 144, "q6_k": 210}
+# where the fp16 factors of a block are
+_FACTORS = {"q5_0": (0, 1), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208, 1)}
 
 
 def weight(kind: str, rows: int, width: int) -> Weight:
@@ -42,13 +45,12 @@ def weight(kind: str, rows: int, width: int) -> Weight:
         scale = torch.full((rows, width // 32), unit / 4.6).half()
         q = torch.randint(0, 256, (rows, width // 2), dtype=torch.uint8)
         return Int4Weight(q, scale, -7.5 * scale)
-    if kind in BLOCK_BYTES:
-        blocks = torch.randint(0, 256, (rows, width // 256, BLOCK_BYTES[kind]), dtype=torch.uint8)
-        factor = torch.full((rows, width // 256, 1), unit / 200).half().view(torch.uint8)
-        if kind == "q4_k":
-            blocks[..., :4] = factor.repeat(1, 1, 2)
-        else:
-            blocks[..., 208:] = factor
+    if kind in BLOCK_KINDS:
+        elements, nbytes = BLOCK_SIZES[kind.upper()]
+        blocks = torch.randint(0, 256, (rows, width // elements, nbytes), dtype=torch.uint8)
+        at, count = _FACTORS[kind]
+        factors = torch.full((rows, width // elements, count), unit / 200).half()
+        blocks[..., at : at + 2 * count] = factors.view(torch.uint8)
         return GgufBlocks(kind, blocks.flatten(1))
     dense = torch.randn(rows, width) * unit
     return DenseWeight(dense.bfloat16() if kind == "bf16" else dense)
@@ -185,7 +187,7 @@ def main() -> None:
     records = []
     for shape, kind in itertools.product(arguments.shapes, arguments.kinds):
         hidden, inner = map(int, shape.split("x"))
-        if kind in BLOCK_BYTES and (hidden % 256 or inner % 256):
+        if kind in BLOCK_KINDS and (hidden % 256 or inner % 256):
             continue  # rows of whole blocks only
         bounds, group = limits(), Layer(kind, hidden, inner).cases()
         measure([*bounds, *group], arguments.rounds)

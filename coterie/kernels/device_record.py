@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from coterie.kernels.cpu.expert_record import unpack_record
-from coterie.kernels.expert_layout import GROUP, ExpertLayout
+from coterie.kernels.expert_layout import ExpertLayout
+from coterie.weights.kinds import GROUP
 from coterie.weights.quantize import DenseWeight, Int4Weight, Int8Weight, Weight
 
 # offsets of experts count in these: the widest load

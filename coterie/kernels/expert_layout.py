@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PANEL, GROUP, PAGE = 16, 32, 4096
+from coterie.weights.kinds import KINDS
 
-# kinds of a matrix; q4_k and q6_k are GGUF's blocks, row after row, as stored
-KINDS = ("fp32", "bf16", "int8", "int4", "q4_k", "q6_k")
+PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class ExpertLayout:
             shapes = [("fc1", inner, outer), ("fc2", outer, inner)]
         places, offset = [], 0
         for (name, rows, columns), kind in zip(shapes, self.kinds, strict=True):
-            size = matrix_bytes(kind, rows, columns)
+            size = KINDS[kind].nbytes(rows, columns)
             places.append(PartPlace(name, kind, rows, columns, offset, size))
             offset += _up(size, 64)
             if not self.gated:
@@ -54,19 +53,6 @@ class ExpertLayout:
     def nbytes(self) -> int:
         last = self.parts()[-1]
         return _up(last.offset + last.nbytes, PAGE)
-
-
-def matrix_bytes(kind: str, rows: int, columns: int) -> int:
-    panels, groups = -(-rows // PANEL), columns // GROUP
-    if kind == "fp32":
-        return panels * PANEL * _up(columns, 4) * 4
-    if kind == "bf16":
-        return panels * PANEL * _up(columns, 32) * 2
-    if kind == "int8":
-        return panels * groups * (PANEL * GROUP + 2 * PANEL)
-    if kind == "int4":
-        return panels * groups * (PANEL * GROUP // 2 + 4 * PANEL)
-    return rows * (columns // 256) * {"q4_k": 144, "q6_k": 210}[kind]
 
 
 def _up(value: int, step: int) -> int:

@@ -40,10 +40,11 @@ from coterie.models.build.layers import Progress
 from coterie.models.build.mixed_graph import MAX_WEIGHT_BYTES, MixedGraphs
 from coterie.models.build.moe import MoeExperts, MoeFactory, MoeRequirements, MoeStack, moe_factory
 from coterie.models.build.piece_graph import PieceGraphs
-from coterie.models.build.reader import TensorPlacement, TensorReader
+from coterie.models.build.reader import TensorPlacement, TensorReader, keeps
 from coterie.models.config_fields import check_config, check_generation
 from coterie.models.spec import ModelSpec, token_ids
 from coterie.moe.runtime.budget import free_host_bytes
+from coterie.weights.kinds import KEPT_AS
 from coterie.weights.quantize import DTYPES
 
 if TYPE_CHECKING:
@@ -88,9 +89,6 @@ _log = logging.getLogger(__name__)
 
 # the least context that is served; if memory is too small for it, the allocation of KV fails
 _LEAST_POSITIONS = 4096
-
-# The precision of a file's tensor types under "auto". GGUF's other types are widened exactly.
-_KEPT_AS = {"BF16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4"}
 
 # the site of the LM head
 _HEAD = (-1, "head")
@@ -339,7 +337,7 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
-    kept = stored_dtype(checkpoint) if dtype == "auto" else dtype
+    kept = stored_dtype(checkpoint, device) if dtype == "auto" else dtype
     spec = _served_spec(checkpoint, kept, device, max_context)
     backend = backend or best_backend(device)
     on_cuda = torch.device(device).type == "cuda"
@@ -467,13 +465,14 @@ def _served_spec(
     return read_spec(checkpoint, most)
 
 
-def stored_dtype(checkpoint: Checkpoint) -> str:
+def stored_dtype(checkpoint: Checkpoint, device: str = "cpu") -> str:
     """The precision for "auto": that of most matrices in the file, by elements."""
     sizes: Counter[str] = Counter()
     for name in checkpoint.names():
         shape = checkpoint.shape(name)
         if len(shape) >= 2 and _IN_LAYER.search(name):
-            sizes[_KEPT_AS.get(checkpoint.stored_as(name), "fp32")] += math.prod(shape)
+            kept = KEPT_AS.get(checkpoint.stored_as(name), "fp32")
+            sizes[kept if keeps(device, kept) else "fp32"] += math.prod(shape)
     return max(sizes, key=lambda kept: sizes[kept]) if sizes else "fp32"
 
 

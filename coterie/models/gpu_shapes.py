@@ -14,7 +14,7 @@ from coterie.weights.checkpoint import open_checkpoint
 def model_shapes(path: Path, dtype: str = "auto") -> list[DeviceShape]:
     """Of the model in this file or folder."""
     checkpoint = open_checkpoint(path)
-    kept = stored_dtype(checkpoint) if dtype == "auto" else dtype
+    kept = stored_dtype(checkpoint, "cuda") if dtype == "auto" else dtype
     return gpu_shapes(read_spec(checkpoint), kept)
 
 

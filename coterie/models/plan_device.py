@@ -280,6 +280,9 @@ class SlicedCheckpoint:
     def extent(self, name: str) -> FileExtent:
         return self._whole.extent(name)
 
+    def unmap(self) -> None:
+        self._whole.unmap()
+
     def release(self) -> None:
         self._whole.release()
 

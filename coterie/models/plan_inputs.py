@@ -84,7 +84,7 @@ class PlanInputs:
         return ComputeTarget(self.device, torch.get_num_threads())
 
     def planned_model(self, context: int = 0) -> PlannedModel:
-        kept_as = stored_dtype(self.checkpoint) if self.dtype == "auto" else self.dtype
+        kept_as = stored_dtype(self.checkpoint, self.device) if self.dtype == "auto" else self.dtype
         return PlannedModel(
             geometry=self.store.geometry,
             sizes=sizes_of(self.store),

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.core.errors import WeightsError
-from coterie.weights.files import FileExtent, release, samples
+from coterie.weights.files import FileExtent, release, samples, unmap
 from coterie.weights.formats.gguf import GGUFFile, TensorInfo, is_gguf, only_gguf, read_gguf
+from coterie.weights.formats.gguf_blocks import NotFinite
 from coterie.weights.formats.gguf_config import (
     PERMUTED,
     ROPE_FACTORS,
@@ -56,8 +57,12 @@ class Checkpoint(Protocol):
         """Where `name` is on disk, with its rows in the file's order."""
         ...
 
+    def unmap(self) -> None:
+        """Gives back the memory that reading has filled; tensors that were read stay valid."""
+        ...
+
     def release(self) -> None:
-        """Releases the memory pages that reading has filled; tensors that were read stay valid."""
+        """The same, and drops the files' pages from the system's cache."""
         ...
 
     def fingerprint(self) -> str: ...
@@ -107,7 +112,10 @@ class GGUFCheckpoint:
 
     def read(self, name: str) -> Weight:
         info = self._info(name)
-        return read_tensor(self._data, info, self._row_order(info))
+        try:
+            return read_tensor(self._data, info, self._row_order(info))
+        except NotFinite:
+            raise NotFinite(f"{info.path}: tensor {info.name!r}: ") from None
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         info = self._info(name)
@@ -118,6 +126,10 @@ class GGUFCheckpoint:
     def extent(self, name: str) -> FileExtent:
         info = self._info(name)
         return FileExtent(info.path, info.offset, info.nbytes)
+
+    def unmap(self) -> None:
+        for data in self._data.values():
+            unmap(data)
 
     def release(self) -> None:
         for path, data in self._data.items():

@@ -35,14 +35,21 @@ class FileExtent:
     nbytes: int
 
 
-def release(path: Path, mapped: npt.NDArray[np.uint8]) -> None:
-    """Releases the pages of a mapped file. Views stay valid: a page that is used again is read
-    again, alone. The mapping must not contain anything that was written to it."""
+def unmap(mapped: npt.NDArray[np.uint8]) -> None:
+    """Gives back this process's memory of a mapped file. Views stay valid: the system's cache still
+    has the pages. The mapping must not contain anything that was written to it."""
     mapping = getattr(mapped, "_mmap", None)
     if isinstance(mapping, mmap.mmap) and _DROP_MAPPED is not None:
         mapping.madvise(_DROP_MAPPED)
-        if _EXPECT_RANDOM is not None:
-            mapping.madvise(_EXPECT_RANDOM)
+
+
+def release(path: Path, mapped: npt.NDArray[np.uint8]) -> None:
+    """As `unmap`, and drops the pages from the system's cache: one that is used again is read
+    again, alone."""
+    unmap(mapped)
+    mapping = getattr(mapped, "_mmap", None)
+    if isinstance(mapping, mmap.mmap) and _EXPECT_RANDOM is not None:
+        mapping.madvise(_EXPECT_RANDOM)
     with _opened(path) as handle:
         drop_cached(handle, 0, 0)
 

@@ -1,8 +1,8 @@
 """Weights as stored, and conversion from one precision to another.
 
-Defines the layouts that kernels read (dense, int8, int4: groups of 32 along a row; GGUF's K blocks)
-and converts between them. A weight that already has the requested bits or fewer is not rounded
-again.
+Defines a weight's parts (dense; int8 and int4: groups of 32 along a row; GGUF's other blocks as
+stored) and converts between them. A weight that already has the requested bits or fewer is not
+rounded again.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from coterie.weights.formats.gguf_blocks import BLOCK_SIZES, expand
-
-GROUP = 32
+from coterie.weights.kinds import GROUP
 
 DTYPES = ("auto", "fp32", "bf16", "int8", "int4")
 
@@ -79,7 +78,7 @@ class Int4Weight:
 
 @dataclass(frozen=True, slots=True)
 class GgufBlocks:
-    """GGUF's K blocks as stored. kind: "q4_k" or "q6_k"; data: uint8 [N, bytes of a row]."""
+    """GGUF's blocks as stored. kind: one of BLOCK_KINDS; data: uint8 [N, bytes of a row]."""
 
     kind: str
     data: Tensor
@@ -120,8 +119,8 @@ def convert(weight: Weight, dtype: str) -> Weight:
     """`weight` in the requested precision.
 
     auto: as stored (fp16 becomes fp32, which holds it exactly). fp32, bf16: dense. int8, int4:
-    dense matrices are rounded once; weights that are already quantised stay as they are, and so do
-    vectors and rows whose length is not a multiple of 32.
+    matrices are rounded, except that int8 and int4 stay as they are, and so do vectors and rows
+    whose length is not a multiple of 32.
     """
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
@@ -129,6 +128,8 @@ def convert(weight: Weight, dtype: str) -> Weight:
         return DenseWeight(dense(weight))
     if dtype == "bf16":
         return DenseWeight(dense(weight, torch.bfloat16))
+    if isinstance(weight, GgufBlocks) and dtype != "auto":
+        weight = DenseWeight(dense(weight))
     if not isinstance(weight, DenseWeight):
         return weight
     tensor = weight.tensor

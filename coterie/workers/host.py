@@ -262,7 +262,7 @@ def graph_reserve(
     """The bytes that an engine on this device reserves for captured graphs, if it captures any."""
     if not device.startswith("cuda"):
         return 0
-    kept = stored_dtype(checkpoint) if dtype == "auto" else dtype
+    kept = stored_dtype(checkpoint, device) if dtype == "auto" else dtype
     given = [lane.for_device("cuda") for lane in lanes]
     sequences = max(lane.max_sequences for lane in given)
     longest = max(lane.max_step_tokens for lane in given)
@@ -344,7 +344,7 @@ def _moe_kv_bytes(spec: WorkerSpec, shape: ModelSpec, checkpoint: Checkpoint, de
     """KV bytes of a MoE model: one full context per lane if the lanes have a configured context, or
     if a budget in bytes is for KV and experts together; else a share of the free memory, as for any
     model."""
-    kept = stored_dtype(checkpoint) if spec.dtype == "auto" else spec.dtype
+    kept = stored_dtype(checkpoint, device) if spec.dtype == "auto" else spec.dtype
     token_bytes = kv_bytes_per_token(shape, kept)
     contexts = [
         min(lane.context or shape.max_positions, shape.max_positions) for lane in spec.lanes

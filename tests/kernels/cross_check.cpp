@@ -11,7 +11,8 @@
 
 extern "C" {
 int64_t ct_packed_bytes(int32_t kind, int64_t n, int64_t k);
-void ct_pack(int32_t, int64_t, int64_t, const void*, const void*, const void*, uint8_t*, int64_t);
+int32_t ct_pack(int32_t, int64_t, int64_t, const void*, const void*, const void*, uint8_t*, int64_t);
+void ct_rows(const Matrix*, const int64_t*, int64_t, float*, int64_t);
 void ct_linear(const Matrix*, const float*, int64_t, float*, int64_t);
 void ct_experts(const ExpertCall*);
 void ct_patches(const Piece*, int64_t, const float*, int64_t, float*, int64_t, int64_t);
@@ -79,16 +80,39 @@ struct Stored {
     std::vector<uint8_t> packed;
 };
 
-static void k_values(int32_t kind, const uint8_t* block, float* out) {  // as ggml writes it
-    const auto half = [](const uint8_t* p) { return half_to_float(uint16_t(p[0] | p[1] << 8)); };
-    if (kind == KIND_Q4K) {
+struct BlockShape {
+    int columns, bytes, factors, count;  // where its fp16 factors are, and how many
+};
+static BlockShape block_of(int32_t kind) {
+    switch (kind) {
+        case KIND_Q5_0: return {32, 22, 0, 1};
+        case KIND_Q5_1: return {32, 24, 0, 2};
+        case KIND_Q4K: return {256, 144, 0, 2};
+        case KIND_Q5K: return {256, 176, 0, 2};
+        default: return {256, 210, 208, 1};
+    }
+}
+
+static void block_values(int32_t kind, const uint8_t* block, float* out) {  // as ggml writes it
+    const auto half = [&](int at) { return half_to_float(uint16_t(block[at] | block[at + 1] << 8)); };
+    if (kind == KIND_Q5_0 || kind == KIND_Q5_1) {
+        const int head = kind == KIND_Q5_0 ? 2 : 4;
+        for (int i = 0; i < 32; ++i) {
+            const uint8_t byte = block[head + 4 + i % 16], fifth = block[head + i / 8] >> i % 8 & 1;
+            const int q = (i < 16 ? byte & 15 : byte >> 4) | fifth << 4;
+            out[i] = kind == KIND_Q5_0 ? half(0) * (q - 16) : half(0) * q + half(2);
+        }
+        return;
+    }
+    if (kind == KIND_Q4K || kind == KIND_Q5K) {
+        const uint8_t *s = block + 4, *high = block + 16, *low = block + (kind == KIND_Q5K ? 48 : 16);
         for (int j = 0; j < 8; ++j) {
-            const uint8_t* s = block + 4;
             const int scale = j < 4 ? s[j] & 63 : (s[j + 4] & 15) | (s[j - 4] >> 6 << 4);
             const int least = j < 4 ? s[j + 4] & 63 : (s[j + 4] >> 4) | (s[j] >> 6 << 4);
             for (int l = 0; l < 32; ++l) {
-                const uint8_t q = block[16 + j / 2 * 32 + l];
-                out[j * 32 + l] = half(block) * scale * (j % 2 ? q >> 4 : q & 15) - half(block + 2) * least;
+                const uint8_t byte = low[j / 2 * 32 + l];
+                const int fifth = kind == KIND_Q5K ? high[l] >> j & 1 : 0;
+                out[j * 32 + l] = half(0) * scale * ((j % 2 ? byte >> 4 : byte & 15) | fifth << 4) - half(2) * least;
             }
         }
         return;
@@ -97,29 +121,54 @@ static void k_values(int32_t kind, const uint8_t* block, float* out) {  // as gg
         const int h = i / 128, quarter = i % 128 / 32, l = i % 32;
         const uint8_t low = block[h * 64 + quarter % 2 * 32 + l], high = block[128 + h * 32 + l];
         const int q = (quarter < 2 ? low & 15 : low >> 4) | (high >> 2 * quarter & 3) << 4;
-        out[i] = half(block + 208) * int8_t(block[192 + i / 16]) * (q - 32);
+        out[i] = half(208) * int8_t(block[192 + i / 16]) * (q - 32);
     }
 }
 
 static Stored stored(int32_t kind, int n, int k) {
     Stored out;
     out.values.resize(n * k);
+    out.packed.resize(ct_packed_bytes(kind, n, k));
     if (kind == KIND_F32) {
         for (auto& v : out.values) v = noise() * 0.2f;
-        out.packed.resize(ct_packed_bytes(kind, n, k));
         ct_pack(kind, n, k, out.values.data(), nullptr, nullptr, out.packed.data(), 1);
         return out;
     }
-    const int bytes = kind == KIND_Q4K ? 144 : 210, factor = kind == KIND_Q4K ? 0 : 208;
-    out.packed.resize(n * (k / 256) * bytes);
-    for (auto& b : out.packed) b = uint8_t(int(noise() * 127));
-    for (int i = 0; i < n * (k / 256); ++i) {
-        uint8_t* block = out.packed.data() + i * bytes;
-        block[factor] = 0, block[factor + 1] = kind == KIND_Q4K ? 0x10 : 0x04;  // 0.0005, 0.00006
-        if (kind == KIND_Q4K) block[2] = 0, block[3] = 0x10;
-        k_values(kind, block, out.values.data() + i * 256);
+    const BlockShape shape = block_of(kind);
+    std::vector<uint8_t> blocks(n * (k / shape.columns) * shape.bytes);
+    for (auto& b : blocks) b = uint8_t(int(noise() * 127));
+    for (int i = 0; i < n * (k / shape.columns); ++i) {
+        uint8_t* block = blocks.data() + i * shape.bytes;
+        // 0.004, 0.0005 and 0.00006: the larger, the fewer values they scale
+        const uint8_t exponent = shape.columns == 32 ? 0x1c : kind == KIND_Q6K ? 0x04 : 0x10;
+        for (int f = 0; f < shape.count; ++f) block[shape.factors + 2 * f] = 0, block[shape.factors + 2 * f + 1] = exponent;
+        if (kind == KIND_Q5_1) block[3] |= 0x80;
+        block_values(kind, block, out.values.data() + i * shape.columns);
     }
+    ct_pack(kind, n, k, blocks.data(), nullptr, nullptr, out.packed.data(), 2);
     return out;
+}
+
+static void check_blocks(int32_t kind, int n, int k) {
+    const Stored weights = stored(kind, n, k);
+    std::vector<float> x(40 * k), y(40 * n), alone(n), rows(3 * k);
+    for (auto& v : x) v = noise();
+    const Part part{kind, n, weights.packed.data()};
+    const Matrix matrix{1, n, k, (n + 15) / 16, &part};
+    ct_linear(&matrix, x.data(), 40, y.data(), 2);
+    for (int m = 0; m < 40; ++m) {
+        ct_linear(&matrix, x.data() + m * k, 1, alone.data(), 1);
+        for (int i = 0; i < n; ++i) {
+            double want = 0;
+            for (int j = 0; j < k; ++j) want += double(x[m * k + j]) * weights.values[i * k + j];
+            expect(std::fabs(want - y[m * n + i]) < 2e-3, "blocks", want, y[m * n + i]);
+            expect(alone[i] == y[m * n + i], "blocks alone", alone[i], y[m * n + i]);
+        }
+    }
+    const int64_t ids[3] = {n - 1, 0, n / 2};
+    ct_rows(&matrix, ids, 3, rows.data(), 2);
+    for (int i = 0; i < 3 * k; ++i)
+        expect(rows[i] == weights.values[ids[i / k] * k + i % k], "rows", rows[i], weights.values[ids[i / k] * k + i % k]);
 }
 
 // Experts with no, one and many rows; the second is not in the table.
@@ -262,7 +311,9 @@ int main() {
     for (bool is_bf16 : {false, true}) {
         check_attention(6, 2, 64, is_bf16), check_attention(4, 4, 80, is_bf16), check_attention(9, 1, 16, is_bf16);
     }
-    for (int32_t kind : {KIND_F32, KIND_Q4K, KIND_Q6K})
+    for (int32_t kind = KIND_Q5_0; kind <= KIND_Q6K; ++kind)
+        for (auto shape : {std::pair<int, int>{70, 256}, {16, 512}, {33, 768}}) check_blocks(kind, shape.first, shape.second);
+    for (int32_t kind : {KIND_F32, KIND_Q5_1, KIND_Q4K, KIND_Q6K})
         for (bool gated : {true, false}) check_experts(kind, gated);
     printf("%s: %d failures\n", ct_isa(), failures);
     return failures != 0;

@@ -99,11 +99,14 @@ def test_two_processes_compile_once(tmp_path: Path) -> None:
 
 @needs_compiler
 @pytest.mark.full
-@pytest.mark.parametrize("emulate_amx", [False, True])
-def test_other_layers_agree(emulate_amx: bool, tmp_path: Path) -> None:
-    """The portable vectors, and the AMX code over emulated tiles, pass the same self-check."""
+@pytest.mark.parametrize("layer", ["bytes", "words", "amx"])
+def test_other_layers_agree(layer: str, tmp_path: Path) -> None:
+    """The portable vectors, with integers of one byte or two, and the AMX code over emulated tiles
+    pass the same self-check."""
     flags = "-DCT_GENERIC -U__AMX_TILE__"  # nor the tiles of a CPU that has them
-    if emulate_amx:
+    if layer == "words":
+        flags += " -DCT_WORDS=1"
+    if layer == "amx":
         header = HERE / "amx_emulation.h"
         flags += f" -DCT_W_OFFSET=128 '-DCT_AMX_EMULATION=\"{header}\"'"
     done = subprocess.run(
@@ -120,25 +123,34 @@ def test_other_layers_agree(emulate_amx: bool, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert ("amx" if emulate_amx else "generic") in done.stdout
+    assert ("amx" if layer == "amx" else "generic") in done.stdout
 
 
 @pytest.mark.full
-def test_avx2_under_an_emulator(tmp_path: Path) -> None:
-    compiler, emulator = shutil.which("x86_64-linux-gnu-g++"), shutil.which("qemu-x86_64")
-    if compiler is None or emulator is None:
-        pytest.skip("needs g++-x86-64-linux-gnu and qemu-user")
+@pytest.mark.parametrize(
+    ("machine", "needs", "isa"),
+    [
+        ("haswell", {"avx2", "fma", "f16c"}, "avx2"),
+        ("skylake-avx512", {"avx512bw", "avx512dq"}, "avx512"),
+        ("cascadelake", {"avx512bw", "avx512dq", "avx512_vnni"}, "avx512+vnni"),
+    ],
+)
+def test_instruction_sets_of_x86(machine: str, needs: set[str], isa: str, tmp_path: Path) -> None:
+    """On this CPU where it has the instructions, otherwise under an emulator that has them."""
+    if needs <= set(Path("/proc/cpuinfo").read_text().split()):
+        compiler, emulator = find_compiler(), []
+    else:
+        compiler = shutil.which("x86_64-linux-gnu-g++")
+        emulator = ["qemu-x86_64", "-cpu", "max", "-L", "/usr/x86_64-linux-gnu"]
+        if compiler is None or shutil.which(emulator[0]) is None or isa != "avx2":
+            pytest.skip(f"no {isa} here; for AVX2 alone g++-x86-64-linux-gnu and qemu-user do")
+    assert compiler is not None
     program = tmp_path / "check"
     sources = [str(HERE / "cross_check.cpp"), *map(str, SOURCES.glob("*.cpp"))]
-    flags = ["-std=c++17", "-O2", "-march=haswell", "-fno-exceptions", "-w", f"-I{SOURCES}"]
+    flags = ["-std=c++17", "-O2", f"-march={machine}", "-fno-exceptions", "-w", f"-I{SOURCES}"]
     subprocess.run([compiler, *flags, "-o", str(program), *sources, "-fopenmp"], check=True)
-    done = subprocess.run(
-        [emulator, "-cpu", "max", "-L", "/usr/x86_64-linux-gnu", str(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "avx2: 0 failures\n")
+    done = subprocess.run([*emulator, str(program)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{isa}: 0 failures\n")
 
 
 class Built:

@@ -12,7 +12,9 @@ from coterie.kernels.cpu import layers as cpu
 from coterie.kernels.cpu.build import find_compiler, native
 from coterie.kernels.decoder import DecoderShape
 from coterie.kernels.reference import layers as reference
+from coterie.weights.kinds import BLOCK_KINDS
 from tests.helpers.kernels.kernel_inputs import (
+    ALL_KINDS,
     KINDS,
     cache_for,
     decoder_layers,
@@ -25,10 +27,19 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 SMOLLM = DecoderShape(9, 3, 64, 576, 1536, 1e-5, 64**-0.5)
 SMALL = DecoderShape(6, 2, 32, 96, 160, 1e-6, 0.17)
 WIDE_HEADS = DecoderShape(4, 4, 80, 64, 96, 1e-5, 80**-0.5)
+# rows of whole blocks of every kind
+IN_BLOCKS = DecoderShape(4, 2, 64, 256, 512, 1e-6, 0.125)
+CASES = [
+    *(
+        (kind, *case)
+        for kind in KINDS
+        for case in [(SMOLLM, False), (SMALL, True), (WIDE_HEADS, True)]
+    ),
+    *((kind, IN_BLOCKS, True) for kind in BLOCK_KINDS),
+]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape,extras", [(SMOLLM, False), (SMALL, True), (WIDE_HEADS, True)])
+@pytest.mark.parametrize(("kind", "shape", "extras"), CASES)
 def test_equals_reference(kind: str, shape: DecoderShape, extras: bool) -> None:
     torch.manual_seed(11)
     stacks = decoder_layers(shape, [kind] * 2, ("cpu", "reference"), extras)
@@ -53,7 +64,7 @@ def _generate(
     decoder: cpu.NativeDecoder, shape: DecoderShape, x: Tensor, chunks: list[int]
 ) -> Tensor:
     """Rows of one sequence fed in chunks."""
-    kv = [torch.zeros(2, 8, shape.num_kv_heads, 16, shape.head_dim).bfloat16() for _ in range(4)]
+    kv = [torch.zeros(2, 8, shape.num_kv_heads, 16, shape.head_dim).bfloat16() for _ in ALL_KINDS]
     table = torch.tensor([[5, 2, 7, 1, 3]], dtype=torch.int32)
     outputs, start = [], 0
     for count in chunks:
@@ -73,12 +84,12 @@ def _generate(
 
 def test_chunks_do_not_change_bits() -> None:
     torch.manual_seed(12)
-    layers = decoder_layers(SMALL, KINDS, ("cpu",), extras=True)["cpu"]
-    decoder = cpu.NativeDecoder(SMALL, layers, *rope_tables(100, SMALL.head_dim))
-    x = torch.randn(70, SMALL.hidden)
-    whole = _generate(decoder, SMALL, x, [70])
+    layers = decoder_layers(IN_BLOCKS, ALL_KINDS, ("cpu",), extras=True)["cpu"]
+    decoder = cpu.NativeDecoder(IN_BLOCKS, layers, *rope_tables(100, IN_BLOCKS.head_dim))
+    x = torch.randn(70, IN_BLOCKS.hidden)
+    whole = _generate(decoder, IN_BLOCKS, x, [70])
     for chunks in ([1] * 70, [33, 1, 1, 35], [7] * 10):
-        assert torch.equal(_generate(decoder, SMALL, x, chunks), whole)
+        assert torch.equal(_generate(decoder, IN_BLOCKS, x, chunks), whole)
 
 
 def test_layers_may_run_in_pieces() -> None:

@@ -10,24 +10,25 @@ from coterie.kernels.cpu import layers as cpu
 from coterie.kernels.cpu.build import find_compiler, native
 from coterie.kernels.reference import layers as reference
 from coterie.weights.quantize import DenseWeight, dense
-from tests.helpers.kernels.kernel_inputs import KINDS, weight
+from tests.helpers.kernels.kernel_inputs import ALL_KINDS, KINDS, fitting, weight
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
 # AMX rounds activations to bf16 for bf16 weights; quantised activations have 15 bits per group.
-TOLERANCE = {"fp32": 3e-6, "bf16": 3e-6, "int8": 1e-4, "int4": 1e-4}
+TOLERANCE = {"fp32": 3e-6, "bf16": 3e-6}
 
 
 def tolerance(kind: str) -> float:
     library = native()
     assert library is not None, "a compiler is here, but the native kernels did not build"
-    return 5e-3 if kind == "bf16" and "amx" in library.isa else TOLERANCE[kind]
+    return 5e-3 if kind == "bf16" and "amx" in library.isa else TOLERANCE.get(kind, 1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("rows,width", [(1, 32), (17, 64), (50, 96), (576, 576), (100, 1536)])
 def test_equals_reference(kind: str, rows: int, width: int) -> None:
     torch.manual_seed(rows * width)
+    width = fitting(kind, width)
     stored = weight(kind, rows, width)
     x = torch.randn(37, width)
     x[:, ::7] *= 30  # outliers: groups must not spoil each other
@@ -49,10 +50,11 @@ def test_any_width(kind: str) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_rows_do_not_depend_on_the_batch(kind: str) -> None:
     torch.manual_seed(2)
-    for rows, width in ((70, 96), (300, 1312)):
+    for rows, least in ((70, 96), (300, 1312)):
+        width = fitting(kind, least)
         product = cpu.PackedLinear([weight(kind, rows, width)])
         x = torch.randn(140, width)
         whole = product(x)
@@ -91,9 +93,23 @@ def test_widths_must_agree() -> None:
 
 
 def test_packed_size_is_the_stored_size() -> None:
-    bits = {"fp32": 32, "bf16": 16, "int8": 8.5, "int4": 5}
-    for kind in KINDS:
+    bits = {"fp32": 32, "bf16": 16, "int8": 8.5, "int4": 5, "q5_0": 5.5, "q5_1": 6, "q6_k": 6.5625}
+    # six-bit scales take a byte each
+    bits |= {"q4_k": 4.5 + 0.125, "q5_k": 5.5 + 0.125}
+    for kind in ALL_KINDS:
         assert cpu.PackedLinear([weight(kind, 64, 256)]).nbytes == 64 * 256 * bits[kind] / 8
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_rows_of_a_product_are_the_weights_own(kind: str) -> None:
+    """Bit for bit, so that an embedding can be its head's rows."""
+    torch.manual_seed(7)
+    stored = weight(kind, 50, fitting(kind, 320))
+    product, index = cpu.PackedLinear([stored]), torch.tensor([[0, 49, 17], [17, 15, 16]])
+    assert torch.equal(product.rows(index), dense(stored)[index])
+    for wrong in (-1, 50):
+        with pytest.raises(InternalError):
+            product.rows(torch.tensor([wrong]))
 
 
 def test_zero_and_huge_activations() -> None:

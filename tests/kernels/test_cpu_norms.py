@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 
 import pytest
 import torch
 
-from coterie.kernels.cpu import abi
-from coterie.kernels.cpu.build import find_compiler, native, use_threads_here
+from coterie.kernels.cpu.build import find_compiler, use_threads_here
 from coterie.kernels.cpu.layers import PackedLinear
 from coterie.weights.quantize import dense
-from tests.helpers.kernels.expert_inputs import blocks
-from tests.helpers.kernels.kernel_inputs import KINDS, weight
+from tests.helpers.kernels.kernel_inputs import ALL_KINDS, fitting, weight
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("rows,width", [(1, 32), (17, 64), (50, 96), (576, 1536)])
 def test_norms_are_those_of_the_values(kind: str, rows: int, width: int) -> None:
     torch.manual_seed(rows)
+    width = fitting(kind, width)
     stored = weight(kind, rows, width)
     want = dense(stored).double().square().sum(1)
     made = PackedLinear([stored])
@@ -36,20 +34,6 @@ def test_widths_that_are_no_multiple(kind: str) -> None:
     stored = weight(kind, 20, 37)
     want = dense(stored).double().square().sum(1)
     torch.testing.assert_close(PackedLinear([stored]).row_norms_squared(), want, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("kind", ["q4_k", "q6_k"])
-def test_blocks(kind: str) -> None:
-    library = native()
-    assert library is not None
-    stored = blocks(kind, 19, 512)
-    number = abi.KIND_Q4K if kind == "q4_k" else abi.KIND_Q6K
-    part = abi.Part(number, 19, stored.data.data_ptr())
-    matrix = abi.Matrix(1, 19, 512, 2, ctypes.pointer(part))
-    out = torch.empty(19, dtype=torch.float64)
-    library.call.ct_row_norms(ctypes.byref(matrix), out.data_ptr(), 2)
-    want = dense(stored).double().square().sum(1)
-    torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-30)
 
 
 def test_one_weight_of_several() -> None:

@@ -10,17 +10,19 @@ from coterie.core.errors import InternalError
 from coterie.kernels.cpu import expert_record
 from coterie.kernels.cpu.build import find_compiler
 from coterie.kernels.cpu.expert_record import pack_record, rebias, unpack_record, weight_offset
-from coterie.kernels.expert_layout import KINDS, PAGE, ExpertLayout, PartPlace
+from coterie.kernels.expert_layout import PAGE, ExpertLayout, PartPlace
 from coterie.weights.formats.gguf_tensors import decode
+from coterie.weights.kinds import BLOCK_KINDS, KINDS
 from coterie.weights.quantize import DenseWeight, GgufBlocks, Int8Weight, Weight, dense
-from tests.helpers.kernels.expert_inputs import any_weight, blocks, expert_parts, record_of
+from tests.helpers.kernels.expert_inputs import expert_parts, record_of
+from tests.helpers.kernels.kernel_inputs import weight
 
 CASES = [
     (kind, gated, hidden, inner)
     for kind in KINDS
     for gated in (True, False)
     for hidden, inner in (
-        [(256, 512)] if kind in ("q4_k", "q6_k") else [(64, 96), (96, 160), (32, 32)]
+        [(256, 512), (512, 768)] if kind in BLOCK_KINDS else [(64, 96), (96, 160), (32, 32)]
     )
 ] + [(kind, True, 53, 21) for kind in ("fp32", "bf16")]
 
@@ -87,9 +89,9 @@ def test_weights_are_brought_to_the_layout() -> None:
     torch.manual_seed(44)
     layout = ExpertLayout(32, 64, True, ("bf16", "int8", "fp32"))
     stored = {
-        "gate": any_weight("fp32", 64, 32),
-        "up": any_weight("bf16", 64, 32),
-        "down": any_weight("int4", 32, 64),
+        "gate": weight("fp32", 64, 32),
+        "up": weight("bf16", 64, 32),
+        "down": weight("int4", 32, 64),
     }
     back = unpack_record(layout, record_of(layout, stored))
     assert torch.equal(fields(back["gate"])[0], dense(stored["gate"], torch.bfloat16))
@@ -101,28 +103,29 @@ def test_refuses_what_does_not_fit() -> None:
     layout = ExpertLayout(256, 256, True, ("q4_k", "q4_k", "q4_k"))
     good = expert_parts(layout)
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
-    for wrong in (blocks("q6_k", 256, 256), blocks("q4_k", 128, 256), any_weight("int8", 256, 256)):
+    for wrong in (weight("q6_k", 256, 256), weight("q4_k", 128, 256), weight("int8", 256, 256)):
         with pytest.raises(InternalError, match="gate"):
             pack_record(layout, {**good, "gate": wrong}, out)
     layout = ExpertLayout(64, 64, True, ("int8", "int8", "int8"))
     with pytest.raises(InternalError, match="up"):
-        pack_record(layout, {**expert_parts(layout), "up": any_weight("int4", 64, 64)}, out)
+        pack_record(layout, {**expert_parts(layout), "up": weight("int4", 64, 64)}, out)
 
 
-@pytest.mark.parametrize("kind", ["q4_k", "q6_k"])
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
 def test_blocks_have_the_values_of_the_gguf_package(kind: str) -> None:
     quants = pytest.importorskip("gguf.quants")
     from gguf import GGMLQuantizationType
 
     torch.manual_seed(45)
-    stored = blocks(kind, 48, 512)
-    assert stored.shape == (48, 512)
+    stored = weight(kind, 48, 512)
+    assert isinstance(stored, GgufBlocks) and stored.shape == (48, 512)
     want = quants.dequantize(stored.data.numpy(), GGMLQuantizationType[kind.upper()])
     assert torch.equal(dense(stored), torch.from_numpy(want).float())
-    kept = decode(stored.data.flatten(), kind.upper(), (48, 512), keep_blocks=True)
+    kept = decode(stored.data.flatten(), kind.upper(), (48, 512))
     assert isinstance(kept, GgufBlocks) and torch.equal(kept.data, stored.data)
-    wide = decode(stored.data.flatten(), kind.upper(), (48, 512))
-    assert isinstance(wide, DenseWeight) and torch.equal(wide.tensor, dense(stored))
+    wide = decode(stored.data.flatten(), kind.upper(), (24, 2, 512))
+    assert isinstance(wide, DenseWeight)
+    assert torch.equal(wide.tensor.view(48, 512), dense(stored))
 
 
 def test_layout_sizes_are_the_packed_sizes() -> None:

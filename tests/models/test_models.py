@@ -13,7 +13,7 @@ import torch
 from coterie.kernels.cpu.build import native
 from coterie.models.base import CausalLM, load_model
 from coterie.weights.checkpoint import open_checkpoint
-from coterie.weights.quantize import DenseWeight, Int8Weight, dense
+from coterie.weights.quantize import DenseWeight, dense
 from tests.helpers.models.paged_model import Paged, prompt_logits
 from tests.helpers.models.tiny import tiny_checkpoint
 
@@ -183,12 +183,12 @@ def test_auto_keeps_what_the_file_stores(default_model_path: Any) -> None:
 
 
 def test_quantised_embedding_is_widened_by_row() -> None:
-    from coterie.models.build.layers import TokenEmbedding
+    from coterie.models.build.layers import stored_embedding
     from coterie.weights.quantize import quantize_int8
 
     table = quantize_int8(torch.randn(40, 64, generator=torch.Generator().manual_seed(0)))
-    embedding = TokenEmbedding(table, torch.device("cpu"), torch.float32)
-    assert isinstance(embedding.weight, Int8Weight)
+    embedding = stored_embedding(table, torch.device("cpu"), torch.float32)
+    assert embedding.nbytes == table.nbytes
     ids = torch.tensor([3, 39, 3])
     assert torch.equal(embedding(ids), dense(table)[ids])
 

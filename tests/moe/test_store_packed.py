@@ -173,7 +173,7 @@ def setting(name: str, value: Any) -> Callable[[Document], None]:
 
 
 HOSTILE: dict[str, tuple[Callable[[Document], object], str]] = {
-    "version": (setting("version", 2), "version 2"),
+    "version": (setting("version", 1), "version 1"),
     "hidden": (setting("hidden", -1), "hidden is '-1'"),
     "hidden huge": (setting("hidden", 1 << 60), "hidden"),
     "hidden text": (setting("hidden", "64"), "hidden"),

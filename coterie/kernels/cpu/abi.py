@@ -9,7 +9,10 @@ import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from typing import ClassVar
 
-KIND_F32, KIND_BF16, KIND_INT8, KIND_INT4, KIND_Q4K, KIND_Q6K = range(6)
+from coterie.weights.kinds import KINDS as MATRIX_KINDS
+
+# the number of each kind of matrix
+KINDS = {name: number for number, name in enumerate(MATRIX_KINDS)}
 
 
 class Part(Structure):
@@ -216,13 +219,14 @@ def declare(library: ctypes.CDLL) -> None:
         "ct_isa": (c_char_p, []),
         "ct_weight_offset": (c_int32, []),
         "ct_packed_bytes": (c_int64, [c_int32, c_int64, c_int64]),
-        "ct_pack": (None, [c_int32, c_int64, c_int64, *[c_void_p] * 4, c_int64]),
+        "ct_pack": (c_int32, [c_int32, c_int64, c_int64, *[c_void_p] * 4, c_int64]),
         "ct_quantise": (
             None,
             [c_int32, c_int64, c_void_p, c_int32, *[c_void_p] * 3, c_int64],
         ),
         "ct_linear": (None, [POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64]),
         "ct_row_norms": (None, [POINTER(Matrix), c_void_p, c_int64]),
+        "ct_rows": (None, [POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64]),
         "ct_attention": (
             None,
             [POINTER(Shape), POINTER(Batch), POINTER(Cache), c_void_p, c_void_p, c_int64],

@@ -20,7 +20,7 @@ from coterie.kernels.cpu import abi
 from coterie.kernels.cpu.build import native
 from coterie.kernels.cpu.expert_record import dense_parts
 from coterie.kernels.device_record import arranged_parts
-from coterie.kernels.expert_layout import KINDS, ExpertLayout
+from coterie.kernels.expert_layout import ExpertLayout
 
 
 class RecordTable:
@@ -122,7 +122,7 @@ def expert_shape(layout: ExpertLayout) -> abi.ExpertShape:
 
     def part(name: str) -> abi.ExpertPart:
         place, bias = places[name], places.get(f"{name}_bias")
-        kind = KINDS.index(place.kind)
+        kind = abi.KINDS[place.kind]
         return abi.ExpertPart(kind, place.rows, place.offset, -1 if bias is None else bias.offset)
 
     inner = ("gate", "up") if layout.gated else ("fc1",)

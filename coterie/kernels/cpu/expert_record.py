@@ -6,7 +6,7 @@ with its own offset (`weight_offset`); `rebias` converts a record from one offse
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
@@ -16,7 +16,9 @@ from torch.nn import functional
 from coterie.core.errors import InternalError
 from coterie.kernels.cpu import abi
 from coterie.kernels.cpu.build import native
-from coterie.kernels.expert_layout import GROUP, PANEL, ExpertLayout, PartPlace
+from coterie.kernels.expert_layout import ExpertLayout, PartPlace
+from coterie.weights.formats.gguf_blocks import NotFinite, reordered, restored
+from coterie.weights.kinds import BLOCK_KINDS, GROUP, KINDS, PANEL
 from coterie.weights.quantize import (
     DTYPES,
     DenseWeight,
@@ -28,11 +30,9 @@ from coterie.weights.quantize import (
     dense,
 )
 
-# int8 and int4: bytes of q, then fp16 scales (and minima) of one group of one panel
-_Q_BYTES = {"int8": 512, "int4": 256}
-# bytes of one group of one panel
-_GROUP_BYTES = {"int8": 544, "int4": 320}
-_DENSE = {"fp32": (torch.float32, 4), "bf16": (torch.bfloat16, 32)}
+_DENSE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# of int8 and int4: bytes of q in a group of one row
+_Q_BYTES = {"int8": 32, "int4": 16}
 
 Parts = Mapping[str, "Weight | Tensor"]
 
@@ -68,7 +68,8 @@ def rebias(layout: ExpertLayout, record: Tensor) -> None:
     for place in layout.parts():
         if place.kind == "int8":
             part = record[place.offset : place.offset + place.nbytes]
-            part.view(-1, _GROUP_BYTES["int8"])[:, : _Q_BYTES["int8"]].bitwise_xor_(128)
+            group = part.view(-1, PANEL * KINDS["int8"].block_bytes)
+            group[:, : PANEL * _Q_BYTES["int8"]].bitwise_xor_(128)
 
 
 def _zero(out: Tensor, begin: int, end: int) -> None:
@@ -84,9 +85,7 @@ def _write(place: PartPlace, value: Weight | Tensor, out: Tensor) -> None:
     _expect(place, value.shape == (place.rows, place.columns))
     weight = rounded(value, place.kind) if place.kind in DTYPES else value
     _expect(place, _kind(weight) == place.kind)
-    if isinstance(weight, GgufBlocks):
-        out.copy_(weight.data.reshape(-1))
-    elif not _write_native(place, weight, out):
+    if not _write_native(place, weight, out):
         write_panels(place, weight, out)
 
 
@@ -119,71 +118,76 @@ def _write_native(place: PartPlace, weight: Weight, out: Tensor) -> bool:
     kind, *tensors = stored(weight)
     pointers = [0 if part is None else part.data_ptr() for part in tensors]
     # one thread: the caller is already one of several load threads
-    library.call.ct_pack(kind, place.rows, place.columns, *pointers, out.data_ptr(), 1)
+    if not library.call.ct_pack(kind, place.rows, place.columns, *pointers, out.data_ptr(), 1):
+        raise NotFinite(f"{place.name}: ")
     return True
 
 
 def write_panels(place: PartPlace, weight: Weight, out: Tensor) -> None:
     """The same as `ct_pack`, in torch."""
+    kind = KINDS[place.kind]
+    rows = _row_blocks(place, weight)
+    rows = functional.pad(rows, (0, 0, 0, 0, 0, -len(rows) % PANEL))
+    # [panels, blocks, row, bytes of a block] -> item by item
+    panels = rows.view(-1, PANEL, *rows.shape[1:]).transpose(1, 2)
+    target, at = out.view(*panels.shape[:2], PANEL * kind.block_bytes), 0
+    for item in kind.items:
+        target[..., PANEL * at : PANEL * (at + item)] = panels[..., at : at + item].flatten(2)
+        at += item
+
+
+def _row_blocks(place: PartPlace, weight: Weight) -> Tensor:
+    """uint8 [rows, blocks of a row, bytes of one], in the order of `MatrixKind.items`."""
+    blocks = -(-place.columns // KINDS[place.kind].columns)
     if isinstance(weight, DenseWeight):
-        dtype, step = _DENSE[place.kind]
-        values = _padded(weight.tensor.to(dtype), step)
-        inner = 2 if place.kind == "bf16" else 1
-        panels = values.view(-1, PANEL, values.shape[1] // inner, inner).transpose(1, 2)
-        out.view(dtype).view(panels.shape).copy_(panels)
-        return
+        width = blocks * KINDS[place.kind].columns
+        values = functional.pad(
+            weight.tensor.to(_DENSE[place.kind]), (0, width - place.columns)
+        ).contiguous()
+        return values.view(torch.uint8).view(place.rows, blocks, -1)
     if isinstance(weight, GgufBlocks):
-        raise InternalError("blocks are copied, not packed")
-    groups = place.columns // GROUP
-    records = out.view(-1, groups, _GROUP_BYTES[place.kind])
-    size = _Q_BYTES[place.kind]
-    q = _padded(weight.q, 1).view(torch.uint8)
+        data = weight.data.reshape(place.rows * blocks, -1)
+        return reordered(data, place.kind.upper()).view(place.rows, blocks, -1)
+    q = weight.q.contiguous().view(torch.uint8)
     if isinstance(weight, Int8Weight):
         q = q + weight_offset()
-    q = q.view(-1, PANEL, groups, size // 64, 4).permute(0, 2, 3, 1, 4)
-    records[..., :size].view(q.shape).copy_(q)
     tails = (weight.scale,) if isinstance(weight, Int8Weight) else (weight.scale, weight.minimum)
-    for index, tail in enumerate(tails):
-        at = size + 2 * PANEL * index
-        halves = _padded(tail.half(), 1).view(-1, PANEL, groups).transpose(1, 2)
-        records[..., at : at + 2 * PANEL].copy_(halves.contiguous().view(torch.uint8))
-
-
-def _padded(values: Tensor, step: int) -> Tensor:
-    """Pad rows to whole panels and columns to a multiple of `step`, with zeros."""
-    rows, columns = values.shape
-    return functional.pad(values, (0, -columns % step, 0, -rows % PANEL)).contiguous()
+    halves = [part.half().contiguous().view(torch.uint8) for part in tails]
+    return torch.cat([part.view(place.rows, blocks, -1) for part in (q, *halves)], dim=2)
 
 
 def read_part(place: PartPlace, raw: Tensor) -> Weight | Tensor:
     """One part of a record, whose bytes are `raw`."""
     if place.columns == 0:
         return raw.view(torch.float32)
+    rows = _read_row_blocks(place, raw)
     if place.kind in _DENSE:
-        return DenseWeight(_read_dense(place, raw))
-    if place.kind not in _Q_BYTES:
-        return GgufBlocks(place.kind, raw.view(place.rows, -1))
-    groups, size = place.columns // GROUP, _Q_BYTES[place.kind]
-    records = raw.view(-1, groups, _GROUP_BYTES[place.kind])
-    q = records[..., :size].reshape(-1, groups, size // 64, PANEL, 4).permute(0, 3, 1, 2, 4)
-    q = q.reshape(-1, place.columns * size // 512)[: place.rows]
-    scale = _read_halves(place, records, size)
+        values = rows.flatten(1).view(_DENSE[place.kind])
+        return DenseWeight(values[:, : place.columns].contiguous())
+    if place.kind in BLOCK_KINDS:
+        data = restored(rows.flatten(0, 1), place.kind.upper())
+        return GgufBlocks(place.kind, data.view(place.rows, -1))
+    size = _Q_BYTES[place.kind]
+    q, *halves = torch.split(rows, [size] + [2] * ((rows.shape[2] - size) // 2), dim=2)
+    scale, *minima = (part.contiguous().view(torch.float16).squeeze(-1) for part in halves)
     if place.kind == "int8":
-        return Int8Weight((q - weight_offset()).view(torch.int8), scale)
-    return Int4Weight(q, scale, _read_halves(place, records, size + 2 * PANEL))
+        return Int8Weight((q.flatten(1) - weight_offset()).view(torch.int8), scale)
+    return Int4Weight(q.flatten(1), scale, minima[0])
 
 
-def _read_dense(place: PartPlace, raw: Tensor) -> Tensor:
-    dtype, step = _DENSE[place.kind]
-    inner = 2 if place.kind == "bf16" else 1
-    width = -(-place.columns // step) * step
-    panels = raw.view(dtype).view(-1, width // inner, PANEL, inner).transpose(1, 2)
-    return panels.reshape(-1, width)[: place.rows, : place.columns]
+def _read_row_blocks(place: PartPlace, raw: Tensor) -> Tensor:
+    """The inverse of `write_panels`, down to `_row_blocks`."""
+    kind = KINDS[place.kind]
+    blocks = -(-place.columns // kind.columns)
+    panels = raw.view(-1, blocks, PANEL * kind.block_bytes)
+    sizes = [PANEL * item for item in kind.items]
+    items = [part.view(*panels.shape[:2], PANEL, -1) for part in _split(panels, sizes)]
+    rows = torch.cat(items, dim=3).transpose(1, 2).reshape(-1, blocks, kind.block_bytes)
+    return rows[: place.rows]
 
 
-def _read_halves(place: PartPlace, records: Tensor, at: int) -> Tensor:
-    halves = records[..., at : at + 2 * PANEL].contiguous().view(torch.float16)
-    return halves.transpose(1, 2).reshape(-1, records.shape[1])[: place.rows]
+def _split(panels: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    return [part.contiguous() for part in torch.split(panels, list(sizes), dim=2)]
 
 
 def dense_parts(layout: ExpertLayout, record: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -194,13 +198,10 @@ def dense_parts(layout: ExpertLayout, record: Tensor, dtype: torch.dtype) -> dic
     }
 
 
-_KINDS = {"int8": abi.KIND_INT8, "int4": abi.KIND_INT4}
-
-
 def rounded(weight: Weight, dtype: str, threads: int = 1) -> Weight:
     """`convert(weight, dtype)`, fast for dense matrices on the CPU."""
-    kind, library = _KINDS.get(dtype), native()
-    if kind is None or library is None or not isinstance(weight, DenseWeight):
+    library = native() if dtype in _Q_BYTES else None
+    if library is None or not isinstance(weight, DenseWeight):
         return convert(weight, dtype)
     tensor = weight.tensor
     groupable = tensor.ndim == 2 and tensor.shape[1] % GROUP == 0 and tensor.numel() > 0
@@ -214,7 +215,7 @@ def rounded(weight: Weight, dtype: str, threads: int = 1) -> Weight:
     minimum = torch.empty_like(scale) if dtype == "int4" else scale
     q = torch.empty(rows, columns // 2 if dtype == "int4" else columns, dtype=torch.uint8)
     library.call.ct_quantise(
-        kind,
+        abi.KINDS[dtype],
         tensor.numel() // GROUP,
         tensor.data_ptr(),
         tensor.dtype == torch.bfloat16,

@@ -19,7 +19,8 @@ from coterie.kernels.cpu import abi
 from coterie.kernels.cpu.build import NativeLibrary, native
 from coterie.kernels.linear import Linear
 from coterie.kernels.patch import PARTS
-from coterie.weights.quantize import DenseWeight, GgufBlocks, Int4Weight, Int8Weight, Weight, dense
+from coterie.weights.formats.gguf_blocks import NotFinite
+from coterie.weights.quantize import DenseWeight, GgufBlocks, Int4Weight, Int8Weight, Weight
 
 if TYPE_CHECKING:
     from coterie.kernels.batch import AttentionBatch
@@ -81,6 +82,22 @@ class PackedLinear:
         self._call.ct_row_norms(ctypes.byref(self.matrix), out.data_ptr(), threads)
         return out
 
+    def rows(self, index: Tensor) -> Tensor:
+        """fp32 [*index.shape, in_features]: rows of the one weight that this product has."""
+        ids = index.to(torch.int64).contiguous()
+        outside = bool(((ids < 0) | (ids >= self.out_features)).any())
+        if outside or len(self._parts) != 1:
+            raise InternalError("rows are those of one weight")
+        out = torch.empty(*ids.shape, self.in_features)
+        self._call.ct_rows(
+            ctypes.byref(self.matrix),
+            ids.data_ptr(),
+            ids.numel(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
+
     def _of_part(self, part: abi.Part, packed: Tensor) -> PackedLinear:
         made = copy(self)
         made._packed, made._parts = [packed], (abi.Part * 1)(part)
@@ -95,7 +112,8 @@ class PackedLinear:
         packed = torch.empty(self._call.ct_packed_bytes(kind, rows, width), dtype=torch.uint8)
         sources = [0 if part is None else part.data_ptr() for part in (values, scale, minimum)]
         threads = torch.get_num_threads()
-        self._call.ct_pack(kind, rows, width, *sources, packed.data_ptr(), threads)
+        if not self._call.ct_pack(kind, rows, width, *sources, packed.data_ptr(), threads):
+            raise NotFinite
         self._packed.append(packed)
         return abi.Part(kind, rows, packed.data_ptr())
 
@@ -104,15 +122,15 @@ def stored(weight: Weight) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
     """The kind, and contiguous tensors in the types that packing needs."""
     match weight:
         case Int8Weight(q, scale):
-            return abi.KIND_INT8, q.contiguous(), scale.half().contiguous(), None
+            return abi.KINDS["int8"], q.contiguous(), scale.half().contiguous(), None
         case Int4Weight(q, scale, minimum):
             halves = scale.half().contiguous(), minimum.half().contiguous()
-            return abi.KIND_INT4, q.contiguous(), *halves
+            return abi.KINDS["int4"], q.contiguous(), *halves
         case DenseWeight(tensor) if tensor.dtype == torch.bfloat16:
-            return abi.KIND_BF16, tensor.contiguous(), None, None
-        case GgufBlocks():
-            return abi.KIND_F32, dense(weight), None, None
-    return abi.KIND_F32, weight.tensor.float().contiguous(), None, None
+            return abi.KINDS["bf16"], tensor.contiguous(), None, None
+        case GgufBlocks(kind, data):
+            return abi.KINDS[kind], data.contiguous(), None, None
+    return abi.KINDS["fp32"], weight.tensor.float().contiguous(), None, None
 
 
 def _same_width(weights: Sequence[Weight]) -> int:

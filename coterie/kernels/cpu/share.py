@@ -21,14 +21,9 @@ from torch import Tensor
 from coterie.kernels.cpu import abi
 from coterie.kernels.cpu.build import NativeLibrary
 from coterie.kernels.device_record import DeviceRecord, dense_matrices
-from coterie.kernels.expert_layout import GROUP
+from coterie.weights.kinds import GROUP
 
-_KINDS = {
-    "fp32": abi.KIND_F32,
-    "bf16": abi.KIND_BF16,
-    "int8": abi.KIND_INT8,
-    "int4": abi.KIND_INT4,
-}
+_KINDS = {name: abi.KINDS[name] for name in ("fp32", "bf16", "int8", "int4")}
 # bytes: words that different sides write are a line of memory apart
 _LINE = 64
 _RUNG, _ANSWERED, _FAILED, _JOB, _SUMS, _HINT, _PAIRS = (_LINE * n for n in range(7))

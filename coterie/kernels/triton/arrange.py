@@ -17,7 +17,8 @@ from torch import Tensor
 
 from coterie.kernels.cpu.expert_record import weight_offset
 from coterie.kernels.device_record import device_record
-from coterie.kernels.expert_layout import PANEL, ExpertLayout
+from coterie.kernels.expert_layout import ExpertLayout
+from coterie.weights.kinds import PANEL
 
 # words of a row that one program moves
 _WORDS = 128

@@ -24,8 +24,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from coterie.kernels.cpu.share import JOB_SPACES, PAIR_WORDS, SUM_WORDS, ShareBell
-from coterie.kernels.expert_layout import GROUP
 from coterie.kernels.triton.link_prefetch import GUESS, HEAD, TILE, TURN, LayerGuess
+from coterie.weights.kinds import GROUP
 
 # the interpreter has no assembly and no clock
 _ON_DEVICE = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")

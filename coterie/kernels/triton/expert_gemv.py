@@ -25,7 +25,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from coterie.kernels.cpu.share import HINT_HEAD, HINT_WORDS
 from coterie.kernels.device_record import UNIT_BYTES, DeviceRecord, dense_matrices
 from coterie.kernels.expert_gate import GateRule
-from coterie.kernels.expert_layout import GROUP
 from coterie.kernels.triton.gemv import (
     both_times_x,
     load_if,
@@ -43,6 +42,7 @@ from coterie.kernels.triton.link_prefetch import (
     LayerGuess,
     is_copied,
 )
+from coterie.weights.kinds import GROUP
 
 
 @triton.jit

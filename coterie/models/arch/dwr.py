@@ -143,7 +143,7 @@ def build(reader: TensorReader, backend: str, progress: Progress) -> AssembledMo
         _read_norm(reader, "norm"),
         tuple(layers),
         reader.device,
-        reader.product_bytes + embedding_and_head.own_bytes + positions.nbytes,
+        reader.product_bytes + embedding_and_head.embedding.nbytes + positions.nbytes,
         ModelTargets(spec, {}),
     )
 

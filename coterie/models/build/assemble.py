@@ -79,7 +79,7 @@ def assemble(reader: TensorReader, backend: str, progress: Progress) -> Assemble
         _bound(ops, norm, spec.eps),
         moe_layers,
         reader.device,
-        reader.product_bytes + embedding_and_head.own_bytes,
+        reader.product_bytes + embedding_and_head.embedding.nbytes,
         ModelTargets(spec, reader.targets),
         _fused_moe_stack(backbone.native, moe_layers, spec.num_layers),
         on_device,

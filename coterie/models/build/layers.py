@@ -26,7 +26,6 @@ from coterie.weights.quantize import (
     Int4Weight,
     Int8Weight,
     Weight,
-    convert,
     dense,
 )
 
@@ -39,18 +38,28 @@ Progress = Callable[[int, int], None]
 
 
 class TokenEmbedding:
-    """Rows of a stored matrix. Of a quantised one only the rows that are read are widened."""
+    """Rows of a table by token. `nbytes`: of the table, unless it is the head."""
 
-    def __init__(self, weight: Weight, device: torch.device, dtype: torch.dtype) -> None:
-        self.weight = _moved(weight, device)
-        self.dtype = dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
+    def __init__(self, rows: Callable[[Tensor], Tensor], dtype: torch.dtype, nbytes: int) -> None:
+        self._rows, self.dtype, self.nbytes = rows, dtype, nbytes
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        return dense(rows_of(self.weight, token_ids), self.dtype)
+        return self._rows(token_ids).to(self.dtype)
+
+
+def stored_embedding(weight: Weight, device: torch.device, dtype: torch.dtype) -> TokenEmbedding:
+    """Of a stored matrix; only the rows that are read are widened."""
+    table = _moved(weight, device)
+    return TokenEmbedding(lambda ids: dense(rows_of(table, ids), dtype), dtype, table.nbytes)
+
+
+def _head_embedding(head: Linear, dtype: torch.dtype) -> TokenEmbedding | None:
+    """The rows of a tied head; None where its product does not give them."""
+    from coterie.kernels.cpu.layers import PackedLinear
+
+    if isinstance(head, ReferenceLinear):
+        return TokenEmbedding(lambda ids: head.weight[ids], dtype, 0)
+    return TokenEmbedding(head.rows, dtype, 0) if isinstance(head, PackedLinear) else None
 
 
 def _moved(weight: Weight, device: torch.device) -> Weight:
@@ -84,17 +93,6 @@ class EmbeddingAndHead:
     embedding: TokenEmbedding
     head: Linear
 
-    @property
-    def own_bytes(self) -> int:
-        """The bytes of the embedding, unless it is the head."""
-        table, head = self.embedding.weight, self.head
-        shared = (
-            isinstance(head, ReferenceLinear)
-            and isinstance(table, DenseWeight)
-            and table.tensor.data_ptr() == head.weight.data_ptr()
-        )
-        return 0 if shared else self.embedding.nbytes
-
 
 class GatedMlp:
     """down(silu(gate(x)) * up(x)): a dense layer's MLP, or a shared expert."""
@@ -119,7 +117,7 @@ def read_embedding_and_head(
     spec = reader.spec
     dtype = "int8" if reader.dtype == "int4" else reader.dtype
     stored = reader.take(first, (spec.vocab, spec.hidden))
-    table = convert(stored, dtype)
+    table = reader.fitted(stored, dtype)
     rows = table
     if spec.tied:
         reader.drop(last)
@@ -128,15 +126,13 @@ def read_embedding_and_head(
     head = reader.product([rows])
     read = reader.reread(first if spec.tied else last, dtype)
     reader.targets["lm_head"] = TargetMatrix((-1, "head"), head, 0, spec.vocab, read)
-    if spec.tied and isinstance(head, ReferenceLinear):
-        # one copy in memory: the rows of the head are the embedding
-        table = DenseWeight(head.weight)
-    elif dtype == "fp32":
-        # the stored form is smaller and has the same values
-        table = stored
-    return EmbeddingAndHead(
-        TokenEmbedding(table, reader.device, reader.placement.hidden_dtype), head
-    )
+    hidden_dtype = reader.placement.hidden_dtype
+    embedding = _head_embedding(head, hidden_dtype) if spec.tied else None
+    if embedding is None:
+        # the stored form is not larger and has the same values
+        table = stored if dtype in ("auto", "fp32") else table
+        embedding = stored_embedding(table, reader.device, hidden_dtype)
+    return EmbeddingAndHead(embedding, head)
 
 
 def read_mlp(reader: TensorReader, layer: int, width: int, shared: bool = False) -> GatedMlp:

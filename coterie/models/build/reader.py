@@ -17,14 +17,24 @@ from coterie.kernels.backend import make_linear
 from coterie.kernels.linear import Linear
 from coterie.kernels.reference.layers import HeadLinear
 from coterie.models.build.targets import TargetMatrix, site_of
-from coterie.weights.quantize import DenseWeight, Weight, convert, dense
+from coterie.weights.formats.gguf_blocks import NotFinite
+from coterie.weights.kinds import BLOCK_KINDS
+from coterie.weights.quantize import DenseWeight, GgufBlocks, Weight, convert, dense
 
 if TYPE_CHECKING:
     from coterie.models.spec import ModelSpec
     from coterie.weights.checkpoint import Checkpoint
 
+# what is packed need not stay mapped: loading takes hardly more than the packed model
+_MOST_MAPPED_BYTES = 32 << 20
+
 # Buffers in older files; they are computed here.
 _COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+
+
+def keeps(device: str, kind: str) -> bool:
+    """Whether products on this device read a kind of matrix; one that they do not is widened."""
+    return kind not in BLOCK_KINDS or torch.device(device).type == "cpu"
 
 
 class BiasedLinear:
@@ -62,6 +72,10 @@ class TensorReader:
         # what adapters may change, by module path
         self.targets: dict[str, TargetMatrix] = {}
         self._checkpoint = checkpoint
+        # tensors that were read since the last product was made
+        self._taken: list[str] = []
+        # bytes that were read since their pages were given back
+        self._mapped_bytes = 0
         self._left = {name for name in checkpoint.names() if not name.endswith(_COMPUTED)}
         self._left -= _expert_names(spec, self._left)
 
@@ -111,7 +125,12 @@ class TensorReader:
         return lambda: dense(convert(checkpoint.read(name), dtype))
 
     def product(self, weights: Sequence[Weight]) -> Linear:
-        product = make_linear(weights, self.placement.backend, self.device)
+        try:
+            product = make_linear(weights, self.placement.backend, self.device)
+        except NotFinite:
+            names = ", ".join(self._taken)
+            raise NotFinite(f"{self._checkpoint.path}: {names}: ") from None
+        self._taken.clear()
         self.product_bytes += product.nbytes
         return product
 
@@ -121,7 +140,14 @@ class TensorReader:
         return product
 
     def matrix(self, name: str, rows: int, columns: int, dtype: str | None = None) -> Weight:
-        return convert(self.take(name, (rows, columns)), dtype or self.dtype)
+        return self.fitted(self.take(name, (rows, columns)), dtype or self.dtype)
+
+    def fitted(self, weight: Weight, dtype: str) -> Weight:
+        """`weight` at `dtype`, in a form that the device's kernels read."""
+        made = convert(weight, dtype)
+        if isinstance(made, GgufBlocks) and not keeps(self.placement.device, made.kind):
+            return DenseWeight(dense(made))
+        return made
 
     def exact(self, name: str, rows: int, columns: int) -> Linear:
         """A product that stays in fp32: a rounded gate would choose other experts."""
@@ -146,6 +172,11 @@ class TensorReader:
             raise WeightsError(
                 f"{self._checkpoint.path}: {name!r} has shape {found}; config asks for {shape}"
             )
+        self._taken.append(name)
+        self._mapped_bytes += self._checkpoint.extent(name).nbytes
+        if self._mapped_bytes > _MOST_MAPPED_BYTES:
+            self._checkpoint.unmap()
+            self._mapped_bytes = 0
         return self._checkpoint.read(name)
 
 

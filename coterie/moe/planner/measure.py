@@ -25,7 +25,7 @@ from torch import Tensor
 from coterie.kernels.cpu.build import native
 from coterie.kernels.cpu.expert_mlp import RecordTable, run_experts
 from coterie.kernels.cpu.expert_record import pack_record
-from coterie.kernels.expert_layout import ExpertLayout, matrix_bytes
+from coterie.kernels.expert_layout import ExpertLayout
 from coterie.moe.planner import machine as machine_file
 from coterie.moe.planner.cost_curve import CostCurve
 from coterie.moe.planner.machine import (
@@ -47,6 +47,8 @@ from coterie.moe.planner.overhead import (
 from coterie.moe.planner.timing import TimedWork, TimingReport, time_together
 from coterie.moe.runtime.device_pool import ResidentExperts
 from coterie.moe.runtime.transfer import DEPTH
+from coterie.weights.formats.gguf_blocks import BLOCK_SIZES
+from coterie.weights.kinds import BLOCK_KINDS
 from coterie.weights.quantize import DenseWeight, GgufBlocks, Weight, convert
 
 if TYPE_CHECKING:
@@ -377,7 +379,6 @@ def _quiet(_: str) -> None:
 
 # larger than every cache; a store with fewer bytes of experts than this is measured as it is
 COLD_BYTES = 192 << 20
-_BLOCKS = ("q4_k", "q6_k")
 
 
 def sample_record(layout: ExpertLayout, size: int) -> Tensor:
@@ -386,8 +387,9 @@ def sample_record(layout: ExpertLayout, size: int) -> Tensor:
     drawn = torch.Generator().manual_seed(0)
     parts: dict[str, Weight | Tensor] = {}
     for part in layout.parts():
-        if part.kind in _BLOCKS:
-            width = matrix_bytes(part.kind, 1, part.columns)
+        if part.kind in BLOCK_KINDS:
+            elements, nbytes = BLOCK_SIZES[part.kind.upper()]
+            width = part.columns // elements * nbytes
             parts[part.name] = GgufBlocks(
                 part.kind, torch.zeros(part.rows, width, dtype=torch.uint8)
             )

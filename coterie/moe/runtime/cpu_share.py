@@ -22,8 +22,8 @@ from torch import Tensor
 from coterie.core.errors import Unavailable
 from coterie.kernels.cpu.build import native
 from coterie.kernels.cpu.share import ShareBell, ShareCoordinator, ShareRecords, next_number
-from coterie.kernels.expert_layout import GROUP
 from coterie.moe.runtime.tiers import MemoryArena
+from coterie.weights.kinds import GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

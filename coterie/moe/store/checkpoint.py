@@ -31,6 +31,7 @@ from coterie.moe.store.base import (
 from coterie.moe.store.disk import DiskReader, StagingBuffers, covering_pages
 from coterie.moe.store.tensors import StoredPart, fit_to_kind, kind_of, locate_parts
 from coterie.weights.files import FileExtent
+from coterie.weights.formats.gguf_blocks import NotFinite
 from coterie.weights.quantize import DTYPES, DenseWeight, Weight, dense
 
 if TYPE_CHECKING:
@@ -83,7 +84,11 @@ class CheckpointStore:
             for each in plan.ranges:
                 self.disk.read(each.path, each.offset, each.nbytes, staging[each.at :])
             started = time.perf_counter()
-            plan.pack(staging, out)
+            try:
+                plan.pack(staging, out)
+            except NotFinite:
+                expert = f"expert {key[1]} of layer {key[0]}"
+                raise NotFinite(f"{self._checkpoint.path}: {expert}: ") from None
         self.spent.add(pack_s=time.perf_counter() - started)
         return plan.nbytes
 
@@ -125,7 +130,7 @@ class CheckpointStore:
 
 # (stored type, kind of the layout) where only the order of bytes differs
 _SAME = frozenset({("BF16", "bf16"), ("F32", "fp32")})
-_KINDS = {"bf16": abi.KIND_BF16, "fp32": abi.KIND_F32}
+_KINDS = {name: abi.KINDS[name] for name in ("bf16", "fp32")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from coterie.moe.store.packed import (
 )
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.files import try_lock
+from coterie.weights.kinds import BLOCK_KINDS
 from coterie.weights.quantize import DenseWeight, GgufBlocks, Int4Weight, Int8Weight, Weight, dense
 
 # names that an expert's parts may have in a safetensors file
@@ -178,7 +179,7 @@ def _fitted(key: Key, place: PartPlace, parts: Mapping[str, Weight | Tensor]) ->
         raise WeightsError(f"{place.name} for {key_name(key)} is {found}, not {wanted}")
     if isinstance(part, Tensor) or _kind(part) == place.kind:
         return part
-    if place.kind in ("q4_k", "q6_k"):
+    if place.kind in BLOCK_KINDS:
         raise WeightsError(
             f"{place.name} of {key_name(key)} is kept as {place.kind}, which is not written here. "
             "Export the store with --dtype int8 or int4 first."

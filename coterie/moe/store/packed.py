@@ -22,11 +22,12 @@ from torch import Tensor
 
 from coterie.core.errors import ConfigError, WeightsError
 from coterie.kernels.cpu.expert_record import pack_record, rebias, unpack_record, weight_offset
-from coterie.kernels.expert_layout import GROUP, KINDS, ExpertLayout
+from coterie.kernels.expert_layout import ExpertLayout
 from coterie.moe.store.base import ExpertGeometry, ExpertShape, Key, StoreTimings
 from coterie.moe.store.disk import PAGE, DiskReader, StagingBuffers
 from coterie.moe.store.tensors import fit_to_kind
 from coterie.weights.files import read_json
+from coterie.weights.kinds import GROUP, KINDS
 from coterie.weights.quantize import DTYPES
 
 
@@ -140,13 +141,13 @@ def expect_model(store: PackedStore, geometry: ExpertGeometry, shape: ExpertShap
 
 
 def _converted(layout: ExpertLayout, dtype: str) -> ExpertLayout:
-    """Quantised parts stay as they are unless a dense type is requested, as everywhere."""
+    """int8 and int4 stay as they are unless a dense type is requested, as everywhere."""
     if dtype == "auto":
         return layout
     widths = [place.columns for place in layout.parts() if place.columns]
     kinds = [
         dtype
-        if dtype in ("fp32", "bf16") or (kind in ("fp32", "bf16") and columns % GROUP == 0)
+        if dtype in ("fp32", "bf16") or (kind not in ("int8", "int4") and columns % GROUP == 0)
         else kind
         for kind, columns in zip(layout.kinds, widths, strict=True)
     ]
@@ -157,7 +158,7 @@ INDEX_FILE = "coterie_store.json"
 EXPERTS_FILE = "experts.bin"
 BACKBONE_FILE = "backbone.safetensors"
 
-_VERSION = 1
+_VERSION = 2
 _AGAIN = "Export it again."
 # far above every real model, so that a wrong number cannot cause a huge allocation
 _MAX_WIDTH, _MAX_EXPERTS, _MAX_LAYERS = 1 << 20, 1 << 16, 1 << 14
@@ -335,10 +336,10 @@ class _Parser:
         sound = isinstance(value, list) and len(value) == len(matrices)
         if not sound or any(kind not in KINDS for kind in value):
             raise self._wrong(f"layer {layer} has unknown kinds of matrices")
-        steps = {"int8": GROUP, "int4": GROUP, "q4_k": 256, "q6_k": 256}
-        for part, kind in zip(matrices, value, strict=True):
-            if shape.of(part)[1] % steps.get(kind, 1):
-                raise self._wrong(f"layer {layer} cannot keep {part} as {kind}")
+        for part, name in zip(matrices, value, strict=True):
+            kind = KINDS[name]
+            if not kind.is_dense and shape.of(part)[1] % kind.columns:
+                raise self._wrong(f"layer {layer} cannot keep {part} as {name}")
         return tuple(value)
 
     def _record(self, key: Key, row: Any, nbytes: int) -> RecordLocation:

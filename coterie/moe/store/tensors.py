@@ -16,18 +16,11 @@ from coterie.core.errors import WeightsError
 from coterie.moe.store.base import ExpertGeometry, ExpertNames, ExpertShape, Key
 from coterie.weights.files import FileExtent
 from coterie.weights.formats.gguf_tensors import decode
-from coterie.weights.quantize import GROUP, DenseWeight, GgufBlocks, Weight, dense
+from coterie.weights.kinds import GROUP, KEPT_AS
+from coterie.weights.quantize import DenseWeight, GgufBlocks, Weight, dense
 
 if TYPE_CHECKING:
     from coterie.weights.checkpoint import Checkpoint
-
-# stored type -> what "auto" keeps it as; fp32 holds fp16 exactly
-_KEPT = {
-    "F32": "fp32", "F16": "fp32", "BF16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4",
-    "Q4_K": "q4_k", "Q6_K": "q6_k",
-}  # fmt: skip
-# readable only by widening, so a precision must be requested
-_WIDENED = ("Q5_0", "Q5_1", "Q5_K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +37,7 @@ class StoredPart:
 
     def decode(self, raw: Tensor) -> Weight:
         if self.column is None:
-            return decode(raw, self.stored, self.shape, keep_blocks=True)
+            return decode(raw, self.stored, self.shape)
         rows, columns = self.shape
         whole = decode(raw, self.stored, (columns, -1))
         assert isinstance(whole, DenseWeight)
@@ -64,27 +57,20 @@ def locate_parts(
 
 def kind_of(piece: StoredPart, dtype: str) -> str:
     """The kind of matrix that a piece becomes at `dtype`."""
-    kept = _KEPT.get(piece.stored)
-    if kept is None and piece.stored not in _WIDENED:
+    kept = KEPT_AS.get(piece.stored)
+    if kept is None:
         raise WeightsError(
             f"{piece.extent.path}: expert tensor {piece.name!r} is stored as {piece.stored}; "
-            f"{', '.join(_KEPT)} are supported. Use a checkpoint in one of them, or a GGUF file."
+            f"{', '.join(KEPT_AS)} are supported. Use a checkpoint in one of them, or a GGUF file."
         )
     if dtype in ("fp32", "bf16"):
         return dtype
-    if kept is None and dtype == "auto":
-        raise WeightsError(
-            f"{piece.extent.path}: expert tensor {piece.name!r} is stored as {piece.stored}, which "
-            "would be widened to fp32. Ask for a precision: --dtype bf16, int8 or int4."
-        )
     groupable = dtype != "auto" and piece.shape[-1] % GROUP == 0
-    if groupable and kept in (None, "fp32", "bf16"):
-        return dtype
-    return kept or "fp32"
+    return kept if kept in ("int8", "int4") or not groupable else dtype
 
 
 def fit_to_kind(part: Weight | Tensor, kind: str) -> Weight | Tensor:
-    """`part`, ready to be packed as `kind`: K blocks of another kind are widened."""
+    """`part`, ready to be packed as `kind`: GGUF's blocks of another kind are widened."""
     if isinstance(part, GgufBlocks) and part.kind != kind:
         return DenseWeight(dense(part))
     return part

@@ -1,8 +1,7 @@
 """The tensors of a GGUF file as weights.
 
 Q8_0, Q4_0 and Q4_1 keep their bits and only change layout (int8 and int4); F32, F16 and BF16 are
-views of the mapped file; Q5 and K types are expanded to fp32, except that Q4_K and Q6_K can be
-requested as blocks.
+views of the mapped file, and so are the blocks of Q5 and K types.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 
 from coterie.weights.formats.gguf import GGUFFile, TensorInfo
-from coterie.weights.formats.gguf_blocks import BLOCK_SIZES, expand, halves
+from coterie.weights.formats.gguf_blocks import BLOCK_SIZES, expand, scales
+from coterie.weights.kinds import BLOCK_KINDS
 from coterie.weights.quantize import DenseWeight, GgufBlocks, Int4Weight, Int8Weight, Weight
 
 Bytes = npt.NDArray[np.uint8]
@@ -33,24 +33,18 @@ def map_files(file: GGUFFile) -> dict[Path, Bytes]:
 
 
 def read_tensor(
-    data: Mapping[Path, Bytes],
-    info: TensorInfo,
-    order: npt.NDArray[np.int64] | None,
-    keep_blocks: bool = False,
+    data: Mapping[Path, Bytes], info: TensorInfo, order: npt.NDArray[np.int64] | None
 ) -> Weight:
-    """The tensor as stored. `order`: for each row of the result, the row in the file.
-
-    keep_blocks: a Q4_K or Q6_K matrix comes back as `GgufBlocks`, views of the file.
-    """
+    """The tensor as stored. `order`: for each row of the result, the row in the file."""
     raw = data[info.path][info.offset : info.offset + info.nbytes]
     if order is not None:
         raw = raw.reshape(info.shape[0], -1)[order].reshape(-1)
-    return decode(torch.from_numpy(raw), info.type, info.shape, keep_blocks)
+    return decode(torch.from_numpy(raw), info.type, info.shape)
 
 
-def decode(raw: Tensor, kind: str, shape: tuple[int, ...], keep_blocks: bool = False) -> Weight:
+def decode(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Weight:
     """The weight in `raw` (uint8, flat), which is stored as `kind`. Plain types are views of `raw`
-    if it is aligned; so are Q4_K and Q6_K matrices that are requested as blocks."""
+    if it is aligned; so are matrices of Q5 and K types."""
     if kind in _PLAIN:
         dtype = _PLAIN[kind]
         aligned = raw.data_ptr() % dtype.itemsize == 0 == raw.storage_offset() % dtype.itemsize
@@ -59,8 +53,8 @@ def decode(raw: Tensor, kind: str, shape: tuple[int, ...], keep_blocks: bool = F
     rows = raw.numel() // nbytes * elements // shape[-1]
     # [rows, blocks per row, bytes per block]
     blocks = raw.view(rows, shape[-1] // elements, nbytes)
-    if keep_blocks and len(shape) == 2 and kind in _AS_BLOCKS:
-        return GgufBlocks(_AS_BLOCKS[kind], blocks.view(rows, -1))
+    if len(shape) == 2 and kind.lower() in BLOCK_KINDS:
+        return GgufBlocks(kind.lower(), blocks.view(rows, -1))
     if len(shape) == 2 and kind in _KEPT:
         weight = _KEPT[kind](blocks)
         if weight is not None:
@@ -70,11 +64,11 @@ def decode(raw: Tensor, kind: str, shape: tuple[int, ...], keep_blocks: bool = F
 
 def _keep_q8_0(blocks: Tensor) -> Int8Weight:
     q = blocks[..., 2:].reshape(blocks.shape[0], -1).view(torch.int8)
-    return Int8Weight(q, halves(blocks[..., :2]))
+    return Int8Weight(q, scales(blocks[..., :2]))
 
 
 def _keep_q4_0(blocks: Tensor) -> Int4Weight | None:
-    scale = halves(blocks[..., :2])
+    scale = scales(blocks[..., :2])
     minimum = scale * -8
     if not bool(torch.isfinite(minimum).all()):
         return None  # 8 * scale exceeds fp16: only fp32 holds this tensor exactly
@@ -83,7 +77,7 @@ def _keep_q4_0(blocks: Tensor) -> Int4Weight | None:
 
 def _keep_q4_1(blocks: Tensor) -> Int4Weight:
     q = blocks[..., 4:].reshape(blocks.shape[0], -1)
-    return Int4Weight(q, halves(blocks[..., :2]), halves(blocks[..., 2:4]))
+    return Int4Weight(q, scales(blocks[..., :2]), scales(blocks[..., 2:4]))
 
 
 _KEPT: dict[str, Callable[[Tensor], Weight | None]] = {
@@ -91,5 +85,3 @@ _KEPT: dict[str, Callable[[Tensor], Weight | None]] = {
     "Q4_0": _keep_q4_0,
     "Q4_1": _keep_q4_1,
 }
-
-_AS_BLOCKS = {"Q4_K": "q4_k", "Q6_K": "q6_k"}

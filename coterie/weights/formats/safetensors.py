@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from coterie.core.errors import WeightsError
-from coterie.weights.files import FileExtent, read_json, release, samples
+from coterie.weights.files import FileExtent, read_json, release, samples, unmap
 from coterie.weights.formats.gguf_blocks import BLOCK_SIZES
 from coterie.weights.formats.gguf_tensors import decode
 from coterie.weights.quantize import Weight
@@ -104,6 +104,10 @@ class SafetensorsCheckpoint:
     def extent(self, name: str) -> FileExtent:
         entry = self._entry(name)
         return FileExtent(self._where[name].path, entry.begin, entry.end - entry.begin)
+
+    def unmap(self) -> None:
+        for shard in self._shards.values():
+            unmap(shard.data)
 
     def release(self) -> None:
         for shard in self._shards.values():

@@ -9,31 +9,13 @@ from torch import Tensor
 
 from coterie.kernels.cpu.expert_record import pack_record
 from coterie.kernels.expert_layout import ExpertLayout
-from coterie.weights.quantize import GgufBlocks, Weight
+from coterie.weights.quantize import Weight
 from tests.helpers.kernels.kernel_inputs import weight
-
-BLOCK_BYTES = {"q4_k": 144, "q6_k": 210}
-
-
-def blocks(kind: str, rows: int, width: int) -> GgufBlocks:
-    """Every bit random but the fp16 factors, which stay finite; values near 1/sqrt(width)."""
-    data = torch.randint(0, 256, (rows, width // 256, BLOCK_BYTES[kind]), dtype=torch.uint8)
-    unit = width**-0.5 * (1 / 300 if kind == "q4_k" else 1 / 1500)
-    factors = (torch.rand(rows, width // 256, 2) * unit).half().view(torch.uint8)
-    if kind == "q4_k":
-        data[..., :4] = factors
-    else:
-        data[..., 208:] = factors[..., :2]
-    return GgufBlocks(kind, data.flatten(1))
-
-
-def any_weight(kind: str, rows: int, width: int) -> Weight:
-    return blocks(kind, rows, width) if kind in BLOCK_BYTES else weight(kind, rows, width)
 
 
 def expert_parts(layout: ExpertLayout) -> dict[str, Weight | Tensor]:
     return {
-        place.name: any_weight(place.kind, place.rows, place.columns)
+        place.name: weight(place.kind, place.rows, place.columns)
         if place.columns
         else torch.randn(place.rows)
         for place in layout.parts()

@@ -13,13 +13,45 @@ from torch import Tensor
 from coterie.kernels.backend import make_linear
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
-from coterie.weights.quantize import DenseWeight, Int4Weight, Int8Weight, Weight
+from coterie.weights.formats.gguf_blocks import BLOCK_SIZES
+from coterie.weights.kinds import BLOCK_KINDS
+from coterie.weights.kinds import KINDS as MATRIX_KINDS
+from coterie.weights.quantize import DenseWeight, GgufBlocks, Int4Weight, Int8Weight, Weight
 
+# of any width in groups of 32, and all
 KINDS = ("fp32", "bf16", "int8", "int4")
+ALL_KINDS = tuple(MATRIX_KINDS)
+
+# of a block: where its fp16 factors are, how many, and about the largest integer they scale
+_FACTORS = {
+    "q5_0": (0, 1, 10),
+    "q5_1": (0, 2, 20),
+    "q4_k": (0, 2, 300),
+    "q5_k": (0, 2, 600),
+    "q6_k": (208, 1, 1500),
+}
+
+
+def blocks(kind: str, rows: int, width: int) -> GgufBlocks:
+    """Every bit random but the fp16 factors, which stay finite; values near 1/sqrt(width)."""
+    elements, nbytes = BLOCK_SIZES[kind.upper()]
+    data = torch.randint(0, 256, (rows, width // elements, nbytes), dtype=torch.uint8)
+    at, count, per_unit = _FACTORS[kind]
+    factors = (torch.rand(rows, width // elements, count) * width**-0.5 / per_unit).half()
+    data[..., at : at + 2 * count] = factors.view(torch.uint8)
+    return GgufBlocks(kind, data.flatten(1))
+
+
+def fitting(kind: str, width: int) -> int:
+    """The least width of at least `width` that a matrix of this kind can have."""
+    step = 1 if MATRIX_KINDS[kind].is_dense else MATRIX_KINDS[kind].columns
+    return -(-width // step) * step
 
 
 def weight(kind: str, rows: int, width: int) -> Weight:
     """Uniform-ish values of variance near 1/width; every bit pattern of the integers occurs."""
+    if kind in BLOCK_KINDS:
+        return blocks(kind, rows, width)
     unit = width**-0.5
     groups = width // 32
     if kind == "int8":

@@ -81,14 +81,16 @@ def write_model(
     architecture: str = "llama",
     *,
     kind: str = "F32",
+    mixed: dict[str, str] | None = None,
     seed: int = 0,
     tied: bool = False,
     parts: int = 1,
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
-    """A whole small model; answers its dense weights before they were quantised. Several parts are
-    files beside `path`."""
+    """A whole small model; answers its dense weights before they were quantised. `mixed`: the kinds
+    of matrices that are not `kind`, by the part of a name before ".weight". Several parts are files
+    beside `path`."""
     weights = hf_weights(
         seed, tied=tied, norms=architecture == "qwen3", biases=architecture == "qwen2"
     )
@@ -110,7 +112,8 @@ def write_model(
         heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
         if architecture == "llama" and heads:
             values = permuted(values, heads)
-        add_tensor(writer, gguf_name(name), values, kind if values.ndim == 2 else "F32")
+        own = (mixed or {}).get(name.split(".")[-2], kind)
+        add_tensor(writer, gguf_name(name), values, own if values.ndim == 2 else "F32")
     for name, values in (extra or {}).items():
         add_tensor(writer, name, values, "F32")
     finish(writer)
@@ -134,12 +137,14 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
 
 
 def random_blocks(like: np.ndarray, kind: str) -> np.ndarray:
-    """Random bytes of that type in the shape of `like`; scales stay finite."""
+    """Random bytes of that type in the shape of `like`, for values of 0.3 at most."""
     block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     random = np.random.default_rng(like.size)
     raw = random.integers(0, 256, (like.size // block, nbytes), dtype=np.uint8)
-    for at in {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]:
-        scale = random.uniform(-0.01, 0.01, (len(raw), 1)).astype(np.float16)
+    # where the factors are, and the largest integer that one scales
+    places, most = {"Q4_K": ((0, 2), 945), "Q5_K": ((0, 2), 1953), "Q6_K": ((208,), 4064)}[kind]
+    for at in places:
+        scale = random.uniform(-0.3 / most, 0.3 / most, (len(raw), 1)).astype(np.float16)
         raw[:, at : at + 2] = scale.view(np.uint8)
     return raw.reshape(like.shape[0], -1)
 

@@ -6,9 +6,9 @@ static unsigned forms_of(const Matrix& matrix) {
     unsigned forms = 0;
     for (int i = 0; i < matrix.num_parts; ++i) {
         const int32_t kind = matrix.parts[i].kind;
-        if (kind == KIND_INT8 || kind == KIND_INT4) forms |= FORM_PLANES;
-        else if (kind == KIND_BF16 && amx_ready()) forms |= FORM_BF16;
-        else forms |= FORM_F32;
+        if (kind == KIND_F32 || (kind == KIND_BF16 && !amx_ready())) forms |= FORM_F32;
+        else if (kind == KIND_BF16) forms |= FORM_BF16;
+        else forms |= FORM_PLANES | (kind == KIND_Q6K ? FORM_HALVES : 0);
     }
     return forms;
 }
@@ -21,13 +21,14 @@ void InputBuffers::reserve(const Matrix& matrix, int64_t rows) {
     if (!(forms & FORM_PLANES)) return;
     planes.need<int8_t>(groups * 2 * GROUP);
     scale.need<float>(groups), sum.need<float>(groups), isum.need<int32_t>(groups);
+    if (forms & FORM_HALVES) half_sum.need<float>(2 * groups);
 }
 
 Encoder::Encoder(InputBuffers& buffers, const Matrix& matrix)
     : forms_(forms_of(matrix)), k_(matrix.k), x_(buffers.x.at<float>()), scale_(buffers.scale.at<float>()),
-      sum_(buffers.sum.at<float>()), bf16_(buffers.bf16.at<uint16_t>()), planes_(buffers.planes.at<int8_t>()),
+      sum_(buffers.sum.at<float>()), half_sum_(buffers.half_sum.at<float>()), bf16_(buffers.bf16.at<uint16_t>()), planes_(buffers.planes.at<int8_t>()),
       isum_(buffers.isum.at<int32_t>()) {
-    in_ = {x_, round_up(k_, 4), bf16_, round_up(k_, BF16_K), planes_, scale_, sum_, isum_, k_ / GROUP};
+    in_ = {x_, round_up(k_, 4), bf16_, round_up(k_, BF16_K), planes_, scale_, sum_, isum_, half_sum_, k_ / GROUP};
 }
 
 // One span per row when there are rows for everyone, else rows are cut.
@@ -44,24 +45,33 @@ float* Encoder::row_scratch(int64_t width) {
     return mine.need<float>(width);
 }
 
-static void quantize(const float* x, int8_t* planes, float& scale, float& sum, int32_t& isum) {
+struct GroupSums {
+    float scale;
+    int32_t half[2];  // of the integers
+};
+
+static GroupSums quantize(const float* x, int8_t* planes) {
     vf most = vset(0.0f);
     for (int i = 0; i < GROUP; i += VL) most = vmax(most, vabs(vload(x + i)));
     const float top = vmaxall(most);
     const float inverse = top > 0.0f ? TOP / top : 0.0f;
     alignas(64) float rounded[GROUP];
     for (int i = 0; i < GROUP; i += VL) vstore(rounded + i, vround(vmul(vload(x + i), vset(inverse))));
-    int32_t total = 0;
-    for (int i = 0; i < GROUP; ++i) {
-        const int32_t value = static_cast<int32_t>(rounded[i]);
-        const int32_t high = PLANES == 2 ? (value + 64) >> 7 : value;
-        planes[i] = static_cast<int8_t>(high);
-        planes[GROUP + i] = static_cast<int8_t>(value - high * 128);
-        total += value;
-    }
-    scale = top / TOP;
-    sum = scale * static_cast<float>(total);
-    isum = total * W_OFFSET;
+    GroupSums sums{top / TOP, {0, 0}};
+    for (int half = 0; half < 2; ++half)
+        for (int i = half * GROUP / 2; i < (half + 1) * GROUP / 2; ++i) {
+            const int32_t value = static_cast<int32_t>(rounded[i]);
+            sums.half[half] += value;
+#if CT_WORDS
+            const int16_t word = static_cast<int16_t>(value);
+            memcpy(planes + 2 * (i / 4 * 4 + (i % 4 == 1 ? 2 : i % 4 == 2 ? 1 : i % 4)), &word, 2);
+#else
+            const int32_t high = PLANES == 2 ? (value + 64) >> 7 : value;
+            planes[i] = static_cast<int8_t>(high);
+            planes[GROUP + i] = static_cast<int8_t>(value - high * 128);
+#endif
+        }
+    return sums;
 }
 
 void Encoder::encode(int64_t row, int64_t from, int64_t to, const float* x) {
@@ -71,8 +81,11 @@ void Encoder::encode(int64_t row, int64_t from, int64_t to, const float* x) {
     }
     if (forms_ & FORM_PLANES) {
         const int64_t at = row * in_.groups + from / GROUP;
-        quantize(x, planes_ + at * 2 * GROUP, scale_[at],
-                 sum_[at], isum_[at]);
+        const GroupSums sums = quantize(x, planes_ + at * 2 * GROUP);
+        const int32_t total = sums.half[0] + sums.half[1];
+        scale_[at] = sums.scale, sum_[at] = sums.scale * float(total), isum_[at] = total * W_OFFSET;
+        if (forms_ & FORM_HALVES)
+            for (int half = 0; half < 2; ++half) half_sum_[2 * at + half] = sums.scale * float(sums.half[half]);
     }
 }
 

@@ -2,11 +2,12 @@
 #pragma once
 #include "gemm.h"
 
-enum Form : unsigned { FORM_F32 = 1, FORM_BF16 = 2, FORM_PLANES = 4 };
+// FORM_HALVES: planes, and the sums of half groups
+enum Form : unsigned { FORM_F32 = 1, FORM_BF16 = 2, FORM_PLANES = 4, FORM_HALVES = 8 };
 
 // Scratch for the input of one product at a time.
 struct InputBuffers {
-    Buffer x, bf16, planes, scale, sum, isum;
+    Buffer x, bf16, planes, scale, sum, isum, half_sum;
     void reserve(const Matrix& matrix, int64_t rows);
 };
 
@@ -53,7 +54,7 @@ class Encoder {
     unsigned forms_ = 0;
     int64_t k_;
     Input in_{};
-    float *x_, *scale_, *sum_;
+    float *x_, *scale_, *sum_, *half_sum_;
     uint16_t* bf16_;
     int8_t* planes_;
     int32_t* isum_;

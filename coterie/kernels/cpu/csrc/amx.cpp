@@ -91,76 +91,72 @@ void amx_bf16_tile(const TileJob& job) {
     _tile_release();
 }
 
-// One group's weights as a tile of 8 x 64 bytes; int4 is unpacked on the way.
-template <bool INT4> static void load_group(const uint8_t* record, uint8_t* unpacked) {
-    if (!INT4) {
-        _tile_loadd(6, record, 64);
+// The weights of one part of a group as a tile, a row of which is four columns.
+template <class F, int PART> static void load_part(const uint8_t* block, int group, uint8_t* unpacked) {
+    if (F::SPAN * PANEL + 2 * PANEL == F::BYTES) {  // int8: bytes that need no unpacking
+        _tile_loadd(6, block, 64);
         return;
     }
-    for (int step = 0; step < 4; ++step) {
-        vbstore(unpacked + step * 64, vbload_low(record + step * 64));
-        vbstore(unpacked + (4 + step) * 64, vbload_high(record + step * 64));
-    }
+    each<4>([&](auto step) {
+        vb w[2];
+        F::template weights<step>(block, group, 0, w[0], w[1]);
+        vbstore(unpacked + step * 64, w[F::SCALES == 2 ? PART : 0]);
+        if (F::SCALES == 1) vbstore(unpacked + (4 + step) * 64, w[1]);
+    });
     keep_stores(unpacked);
     _tile_loadd(6, unpacked, 64);
 }
 
-// sum += one group of ROWS rows (of `rows`, where that is 0), exactly as the vector path adds it.
-template <bool INT4, int ROWS>
-static void add_group(const TileJob& job, const uint8_t* record, int64_t g, int row, int rows, const int32_t (*dots)[16 * 16], vf* sum) {
-    const Input& in = *job.in;
-    const uint16_t* tail = (const uint16_t*)(record + (INT4 ? 256 : 512));
-    const vf scale = vload_half(tail), minimum = INT4 ? vload_half(tail + PANEL) : vset(0.0f);
-    for (int m = 0; m < (ROWS ? ROWS : rows); ++m) {
-        const int64_t at = (job.row + row + m) * in.groups + g;
-        vi total = viload(dots[0] + m * 16);
-        if (PLANES == 2) total = vadd_int(vtimes128(total), viload(dots[1] + m * 16));
-        const vf dot = vint_to_float(total, INT4 ? 0 : in.isum[at]);
-        sum[m] = vfma(sum[m], dot, vmul(scale, vset(in.scale[at])));
-        if (INT4) sum[m] = vfma(sum[m], minimum, vset(in.sum[at]));
-    }
-}
-
 // Up to 16 rows from `row` on of one panel.
-template <bool INT4, int ROWS> static void quant_panel(const TileJob& job, int p, int row) {
-    constexpr int BYTES = INT4 ? INT4_RECORD : INT8_RECORD;
+template <class F, int ROWS> static void quant_panel(const TileJob& job, int p, int row) {
+    constexpr int GROUPS = F::SPAN / GROUP, PART_COLUMNS = GROUP / F::SCALES;
     const Input& in = *job.in;
     const int rows = job.rows - row < 16 ? job.rows - row : 16;
-    const int64_t stride = in.groups * 2 * GROUP;
-    const int8_t* x = in.planes + (job.row + row) * stride;
-    const uint8_t* record = job.panel + p * job.panel_stride;
+    const int64_t stride = in.groups * 2 * GROUP, first = (job.row + row) * in.groups;
+    const int8_t* x = in.planes + first * 2 * GROUP;
+    const uint8_t* panel = job.panel + p * job.panel_stride;
     alignas(64) int32_t dots[2][16 * 16];
     alignas(64) uint8_t unpacked[512];
     vf sum[16];
     for (int m = 0; m < 16; ++m) sum[m] = vset(0.0f);
-    for (int64_t g = 0; g < in.groups; ++g, record += BYTES) {
-        load_group<INT4>(record, unpacked);
-        _tile_zero(0); _tile_zero(2);
-        _tile_loadd(4, x + g * 2 * GROUP, stride);
-        _tile_dpbsud(0, 4, 6);
-        _tile_stored(0, dots[0], 64);
-        if (PLANES == 2) {
-            _tile_loadd(5, x + g * 2 * GROUP + GROUP, stride);
-            _tile_dpbsud(2, 5, 6);
-            _tile_stored(2, dots[1], 64);
-        }
-        add_group<INT4, ROWS>(job, record, g, row, rows, dots, sum);
+    for (int64_t g = 0; g < in.groups; ++g) {
+        const uint8_t* block = panel + g / GROUPS * F::BYTES;
+        const int group = int(g % GROUPS);
+        each<F::SCALES>([&](auto part) {
+            const int8_t* from = x + g * 2 * GROUP + part * PART_COLUMNS;
+            load_part<F, part>(block, group, unpacked);
+            _tile_zero(0); _tile_zero(2);
+            _tile_loadd(4, from, stride);
+            _tile_dpbsud(0, 4, 6);
+            _tile_stored(0, dots[0], 64);
+            if (PLANES == 2) {
+                _tile_loadd(5, from + GROUP, stride);
+                _tile_dpbsud(2, 5, 6);
+                _tile_stored(2, dots[1], 64);
+            }
+            const vf scale = F::scale(block, group, part, 0), minimum = F::minimum(block, group, part, 0);
+            for (int m = 0; m < (ROWS ? ROWS : rows); ++m) {
+                vi total = viload(dots[0] + m * 16);
+                if (PLANES == 2) total = vadd_int(vtimes128(total), viload(dots[1] + m * 16));
+                sum[m] = add_dot<F>(sum[m], total, scale, minimum, in, first + g + m * in.groups, part);
+            }
+        });
     }
     float* out = job.tile + (int64_t(p) * job.rows + row) * PANEL;
     for (int m = 0; m < rows; ++m) vstore(out + m * PANEL, sum[m]);
 }
 
-template <bool INT4> void amx_quant_tile(const TileJob& job) {
-    for (int row = 0; row < job.rows; row += 16) {
-        const int rows = job.rows - row;
-        if (row == 0 || rows < 16) shape_tiles(rows, rows, GROUP, 8);
-        for (int p = 0; p < job.panels; ++p)
-            if (rows >= 16) quant_panel<INT4, 16>(job, p, row);
-            else quant_panel<INT4, 0>(job, p, row);
-    }
+void amx_quant_tile(int32_t kind, const TileJob& job) {
+    with_format(kind, [&](auto format) {
+        using F = decltype(format);
+        for (int row = 0; row < job.rows; row += 16) {
+            const int rows = job.rows - row;
+            if (row == 0 || rows < 16) shape_tiles(rows, rows, GROUP / F::SCALES, 8 / F::SCALES);
+            for (int p = 0; p < job.panels; ++p)
+                if (rows >= 16) quant_panel<F, 16>(job, p, row);
+                else quant_panel<F, 0>(job, p, row);
+        }
+    });
     _tile_release();
 }
-
-template void amx_quant_tile<false>(const TileJob& job);
-template void amx_quant_tile<true>(const TileJob& job);
 #endif

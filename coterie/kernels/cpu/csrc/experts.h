@@ -95,11 +95,12 @@ class Gather {
             copy(view.in.sum, in.groups, sum_);
             copy(view.in.isum, in.groups, isum_);
         }
+        if (forms & FORM_HALVES) copy(view.in.half_sum, 2 * in.groups, half_sum_);
         return view;
     }
 
   private:
-    Buffer x_, bf16_, planes_, scale_, sum_, isum_;
+    Buffer x_, bf16_, planes_, scale_, sum_, isum_, half_sum_;
 };
 
 constexpr int WIDTH = PANELS_AT_ONCE * PANEL;      // columns of one tile
@@ -108,7 +109,7 @@ constexpr int64_t TILE_FLOATS = int64_t(WIDTH) * ROW_BLOCK;
 static inline void part_tile(const ExpertPart& part, const Block& block, const RowView& view, int64_t k, int64_t panel, int panels, float* tile) {
     const int64_t bytes = panel_bytes(part.kind, k);
     const TileJob job{block.record + part.offset + panel * bytes, bytes, panels, &view.in, view.row,
-                      block.rows, k, tile, part.rows - panel * PANEL};
+                      block.rows, k, tile};
     run_tile(part.kind, job);
 }
 

@@ -5,17 +5,13 @@ void run_tile(int32_t kind, const TileJob& job) {
 #if CT_AMX
     if (amx_ready()) {
         if (kind == KIND_BF16) return amx_bf16_tile(job);
-        if (kind == KIND_INT8 && job.rows >= 8) return amx_quant_tile<false>(job);
-        if (kind == KIND_INT4 && job.rows >= 8) return amx_quant_tile<true>(job);
+        if (kind != KIND_F32 && job.rows >= 8) return amx_quant_tile(kind, job);
     }
 #endif
     switch (kind) {
         case KIND_F32: return f32_tile(job);
         case KIND_BF16: return bf16_tile(job);
-        case KIND_INT8: return quant_tile<false>(job);
-        case KIND_INT4: return quant_tile<true>(job);
-        case KIND_Q4K: return q4k_tile(job);
-        default: return q6k_tile(job);
+        default: return quant_tile(kind, job);
     }
 }
 

@@ -2,6 +2,7 @@
 // an output element is always accumulated over k in ascending order by one lane, so that its bits
 // do not depend on how many rows or panels were computed beside it.
 #pragma once
+#include "formats.h"
 #include "team.h"
 
 constexpr int ROW_BLOCK = 64;     // rows of one task: their activations stay in the L2 cache
@@ -16,21 +17,25 @@ struct TileJob {
     int rows;
     int64_t k;
     float* tile;
-    int64_t height = INT64_MAX;  // rows of weights from the first panel on; blocks are not padded
 };
 
 void run_tile(int32_t kind, const TileJob& job);  // the kernel for this kind, machine and shape
 void f32_tile(const TileJob& job);
-void f32_span(const TileJob& job, int64_t from, int64_t to);  // one panel, which begins at k = from
-void q4k_tile(const TileJob& job);
-void q6k_tile(const TileJob& job);
-void widen_block(int32_t kind, const uint8_t* const* rows, float* out);  // 16 rows -> [256][16]
 void bf16_tile(const TileJob& job);
-template <bool INT4> void quant_tile(const TileJob& job);
+void quant_tile(int32_t kind, const TileJob& job);
 #if CT_AMX
 void amx_bf16_tile(const TileJob& job);
-template <bool INT4> void amx_quant_tile(const TileJob& job);
+void amx_quant_tile(int32_t kind, const TileJob& job);
 #endif
+
+// sum += scale * dot + minimum * (sum of the activations), where `dot` is the exact integer of one part of
+// a group and `at` the place of the group and row in what `in` says of groups.
+template <class F>
+CT_INLINE vf add_dot(vf sum, vi dot, vf scale, vf minimum, const Input& in, int64_t at, int part) {
+    sum = vfma(sum, vint_to_float(dot, F::MINIMUM ? 0 : in.isum[at]), vmul(scale, vset(in.scale[at])));
+    if (!F::MINIMUM) return sum;
+    return vfma(sum, minimum, vset(F::SCALES == 2 ? in.half_sum[2 * at + part] : in.sum[at]));
+}
 
 enum Epilogue { STORE, ADD };
 

@@ -108,10 +108,6 @@ static Span span_of(const TileJob& job, int64_t from, int64_t to) {
             job.tile, int64_t(job.rows) * PANEL, from == 0};
 }
 
-void f32_span(const TileJob& job, int64_t from, int64_t to) {
-    all_panels<F32Weights>(job, job.panel, job.panel_stride, span_of(job, from, to));
-}
-
 void f32_tile(const TileJob& job) {
     const int64_t k = round_up(job.k, 4);
     const int64_t block = job.rows == 1 ? k : K_BLOCK;

@@ -1,146 +1,215 @@
-// Int8 and int4 panels against activations of 15 bits in two int8 planes (x = 128 * high + low).
-// A group's dot product is an exact integer; groups are added in ascending order in fp32.
+// Quantised panels against activations of 15 bits. The dot product of a part, which is a group or, where
+// its halves have scales of their own, one half, is an exact integer; parts are added in ascending order
+// in fp32.
 #include "gemm.h"
 
 constexpr int VECS = VL == 4 ? 2 : 1;  // output vectors whose weights of one group fill the registers
-constexpr int AT_ONCE = 4;      // rows whose sums run side by side
-constexpr int QUANT_ROWS = 16;  // rows that share one unpacking: their planes stay in the L1 cache
+constexpr int AT_ONCE = 4;  // rows whose sums run side by side
+constexpr int QUANT_ROWS = 16;  // rows that share one unpacking: their integers stay in the L1 cache
 
-template <bool INT4> struct GroupWeights {
-    vb w[8][VECS];  // four k each
-    vf scale[VECS], minimum[VECS];
+template <class F> constexpr int HALVES = 3 - F::SCALES;  // of a group, in one part
 
-    CT_INLINE void load(GroupWeights& g, const uint8_t* record, int vec) {
-        const uint8_t* at = record + vec * VL * 4;
-        each<4>([&](auto step) {
+template <class F> struct Factors {  // of one group
+    vf scale[F::SCALES][VECS], minimum[F::SCALES][VECS];
+    CT_INLINE void load(Factors& f, const uint8_t* block, int group, int vec) {
+        each<F::SCALES>([&](auto part) {
             each<VECS>([&](auto v) {
-                const uint8_t* from = at + step * 64 + v * VL * 4;
-                g.w[step][v] = INT4 ? vbload_low(from) : vbload(from);
-                g.w[4 + step][v] = INT4 ? vbload_high(from) : vbload(from + 256);
-            });
-        });
-        const uint16_t* tail = (const uint16_t*)(record + (INT4 ? 256 : 512)) + vec * VL;
-        each<VECS>([&](auto v) {
-            g.scale[v] = vload_half(tail + v * VL);
-            if (INT4) g.minimum[v] = vload_half(tail + PANEL + v * VL);
-        });
-    }
-    // One plane of MR rows, whose groups lie `stride` apart.
-    template <int MR>
-    CT_INLINE void dot(const GroupWeights& g, const int8_t* plane, int64_t stride, vi (&acc)[MR][VECS]) {
-        each<2>([&](auto half) {
-            xb x[MR];
-            each<MR>([&](auto m) { x[m] = xbload(plane + m * stride + half * 16); });
-            each<4>([&](auto step) {
-                each<MR>([&](auto m) {
-                    each<VECS>([&](auto v) { acc[m][v] = vdot<step>(acc[m][v], g.w[half * 4 + step][v], x[m]); });
-                });
+                f.scale[part][v] = F::scale(block, group, part, (vec + v) * VL);
+                f.minimum[part][v] = F::minimum(block, group, part, (vec + v) * VL);
             });
         });
     }
 };
 
-// tile += one group of MR rows; `at` indexes the first row's group in scale, sum and isum.
-template <bool INT4, int MR>
-CT_INLINE void add_group(const GroupWeights<INT4>& g, const Input& in, int64_t at, vf (&sum)[MR][VECS]) {
-    const int8_t* x = in.planes + at * 2 * GROUP;
-    const int64_t stride = in.groups * 2 * GROUP;
-    vi acc[MR][VECS];
-    each<MR>([&](auto m) { each<VECS>([&](auto v) { acc[m][v] = vizero(); }); });
-    g.template dot<MR>(g, x, stride, acc);
-    if (PLANES == 2) {
-        each<MR>([&](auto m) { each<VECS>([&](auto v) { acc[m][v] = vtimes128(acc[m][v]); }); });
-        g.template dot<MR>(g, x + GROUP, stride, acc);
+#if CT_WORDS
+// Where no instruction multiplies bytes of any sign: weights widened to 16 bits, once for all rows.
+template <class F> struct GroupWeights {
+    vb w[8][VECS][2];
+    Factors<F> factors;
+
+    CT_INLINE void load(GroupWeights& g, const uint8_t* block, int group, int vec) {
+        each<4>([&](auto step) {
+            each<VECS>([&](auto v) {
+                vb bytes[2];
+                F::template weights<step>(block, group, (vec + v) * VL * 4, bytes[0], bytes[1]);
+                each<2>([&](auto half) { vwords<!F::MINIMUM>(bytes[half], g.w[4 * half + step][v]); });
+            });
+        });
+        Factors<F>::load(g.factors, block, group, vec);
     }
-    each<MR>([&](auto m) {
-        const int64_t here = at + m * in.groups;
-        const vf scale = vset(in.scale[here]);
-        each<VECS>([&](auto v) {
-            const vf dot = vint_to_float(acc[m][v], INT4 ? 0 : in.isum[here]);
-            sum[m][v] = vfma(sum[m][v], dot, vmul(g.scale[v], scale));
-            if (INT4) sum[m][v] = vfma(sum[m][v], g.minimum[v], vset(in.sum[here]));
+    // One part of MR rows, whose groups lie `stride` apart.
+    template <int PART, int MR>
+    CT_INLINE void dot(const GroupWeights& g, const int8_t* group, int64_t stride, vi (&acc)[MR][VECS]) {
+        each<8 / F::SCALES>([&](auto nth) {
+            constexpr int step = PART * 8 / F::SCALES + nth;
+            each<2>([&](auto pair) {
+                each<MR>([&](auto m) {
+                    each<VECS>([&](auto v) {
+                        acc[m][v] = vdot_words(acc[m][v], g.w[step][v][pair], group + m * stride + 8 * step + 4 * pair);
+                    });
+                });
+            });
+        });
+    }
+};
+#else
+// x = 128 * high + low: two planes of bytes.
+template <class F> struct GroupWeights {
+    vb w[2][4][VECS];  // by half; four columns each
+    Factors<F> factors;
+
+    CT_INLINE void load(GroupWeights& g, const uint8_t* block, int group, int vec) {
+        each<4>([&](auto step) {
+            each<VECS>([&](auto v) {
+                F::template weights<step>(block, group, (vec + v) * VL * 4, g.w[0][step][v], g.w[1][step][v]);
+            });
+        });
+        Factors<F>::load(g.factors, block, group, vec);
+    }
+    template <int PART, int MR>
+    CT_INLINE void dot_plane(const GroupWeights& g, const int8_t* plane, int64_t stride, vi (&acc)[MR][VECS]) {
+        each<HALVES<F>>([&](auto which) {
+            constexpr int half = PART * HALVES<F> + which;
+            xb x[MR];
+            each<MR>([&](auto m) { x[m] = xbload(plane + m * stride + half * 16); });
+            each<4>([&](auto step) {
+                each<MR>([&](auto m) {
+                    each<VECS>([&](auto v) { acc[m][v] = vdot<step>(acc[m][v], g.w[half][step][v], x[m]); });
+                });
+            });
+        });
+    }
+    // One part of MR rows, whose groups lie `stride` apart.
+    template <int PART, int MR>
+    CT_INLINE void dot(const GroupWeights& g, const int8_t* group, int64_t stride, vi (&acc)[MR][VECS]) {
+        GroupWeights::dot_plane<PART, MR>(g, group, stride, acc);
+        if (PLANES == 1) return;
+        each<MR>([&](auto m) { each<VECS>([&](auto v) { acc[m][v] = vtimes128(acc[m][v]); }); });
+        GroupWeights::dot_plane<PART, MR>(g, group + GROUP, stride, acc);
+    }
+};
+#endif
+
+// tile += one group of MR rows; `at` indexes the first row's group in scale, sum and isum.
+template <class F, int MR>
+CT_INLINE void add_group(const GroupWeights<F>& g, const Input& in, int64_t at, vf (&sum)[MR][VECS]) {
+    each<F::SCALES>([&](auto part) {
+        vi acc[MR][VECS];
+        each<MR>([&](auto m) { each<VECS>([&](auto v) { acc[m][v] = vizero(); }); });
+        GroupWeights<F>::template dot<part, MR>(g, in.planes + at * 2 * GROUP, in.groups * 2 * GROUP, acc);
+        each<MR>([&](auto m) {
+            each<VECS>([&](auto v) {
+                const vf scale = g.factors.scale[part][v], minimum = g.factors.minimum[part][v];
+                sum[m][v] = add_dot<F>(sum[m][v], acc[m][v], scale, minimum, in, at + m * in.groups, part);
+            });
         });
     });
 }
 
-template <bool INT4, int MR>
-CT_INLINE void add_rows(const GroupWeights<INT4>& g, const Input& in, int64_t at, float* out) {
+template <class F, int MR>
+CT_INLINE void add_rows(const GroupWeights<F>& g, const Input& in, int64_t at, float* out) {
     vf sum[MR][VECS];
     each<MR>([&](auto m) { each<VECS>([&](auto v) { sum[m][v] = vload(out + m * PANEL + v * VL); }); });
-    add_group<INT4, MR>(g, in, at, sum);
+    add_group<F, MR>(g, in, at, sum);
     each<MR>([&](auto m) { each<VECS>([&](auto v) { vstore(out + m * PANEL + v * VL, sum[m][v]); }); });
 }
 
-// A single row is bound by latency: both planes are summed side by side (the same integers).
-template <bool INT4>
-CT_FLAT static void one_row(const uint8_t* record, const Input& in, int64_t row, float* tile) {
-    constexpr int BYTES = INT4 ? INT4_RECORD : INT8_RECORD;
-    vf sum[PV];
-    each<PV>([&](auto v) { sum[v] = vset(0.0f); });
-    const int64_t first = row * in.groups;
-    for (int64_t g = 0; g < in.groups; ++g, record += BYTES) {
-        const int8_t* x = in.planes + (first + g) * 2 * GROUP;
-        const xb high[2] = {xbload(x), xbload(x + 16)}, low[2] = {xbload(x + 32), xbload(x + 48)};
-        vi acc[2][PV];
-        each<PV>([&](auto v) { acc[0][v] = acc[1][v] = vizero(); });
-        each<4>([&](auto step) {
-            each<PV>([&](auto v) {
-                const uint8_t* from = record + step * 64 + v * VL * 4;
-                const vb a = INT4 ? vbload_low(from) : vbload(from), b = INT4 ? vbload_high(from) : vbload(from + 256);
-                acc[0][v] = vdot<step>(acc[0][v], a, high[0]);
-                if (PLANES == 2) acc[1][v] = vdot<step>(acc[1][v], a, low[0]);
-                acc[0][v] = vdot<step>(acc[0][v], b, high[1]);
-                if (PLANES == 2) acc[1][v] = vdot<step>(acc[1][v], b, low[1]);
+#if CT_WORDS
+template <class F>
+CT_INLINE void dot_one(const uint8_t* block, int group, int vec, const int8_t* x, vi (&acc)[F::SCALES]) {
+    vi sums[2][2];  // by half and pair of columns: a single sum waits for itself
+    each<2>([&](auto half) { sums[half][0] = sums[half][1] = vizero(); });
+    each<4>([&](auto step) {
+        vb bytes[2], words[2];
+        F::template weights<step>(block, group, vec * VL * 4, bytes[0], bytes[1]);
+        each<2>([&](auto half) {
+            vwords<!F::MINIMUM>(bytes[half], words);
+            each<2>([&](auto pair) {
+                sums[half][pair] = vdot_words(sums[half][pair], words[pair], x + 8 * (4 * half + step) + 4 * pair);
             });
         });
-        const uint16_t* tail = (const uint16_t*)(record + (INT4 ? 256 : 512));
-        const vf scale = vset(in.scale[first + g]);
-        each<PV>([&](auto v) {
-            const vi total = PLANES == 2 ? vadd_int(vtimes128(acc[0][v]), acc[1][v]) : acc[0][v];
-            const vf dot = vint_to_float(total, INT4 ? 0 : in.isum[first + g]);
-            sum[v] = vfma(sum[v], dot, vmul(vload_half(tail + v * VL), scale));
-            if (INT4) sum[v] = vfma(sum[v], vload_half(tail + PANEL + v * VL), vset(in.sum[first + g]));
+    });
+    each<2>([&](auto half) { sums[half][0] = vadd_int(sums[half][0], sums[half][1]); });
+    each<F::SCALES>([&](auto part) { acc[part] = F::SCALES == 2 ? sums[part][0] : vadd_int(sums[0][0], sums[1][0]); });
+}
+#else
+// Both planes are summed side by side: a single sum waits for itself.
+template <class F>
+CT_INLINE void dot_one(const uint8_t* block, int group, int vec, const int8_t* x, vi (&acc)[F::SCALES]) {
+    const xb high[2] = {xbload(x), xbload(x + 16)}, low[2] = {xbload(x + 32), xbload(x + 48)};
+    vi sums[F::SCALES][2];
+    each<F::SCALES>([&](auto part) { sums[part][0] = sums[part][1] = vizero(); });
+    each<4>([&](auto step) {
+        vb w[2];
+        F::template weights<step>(block, group, vec * VL * 4, w[0], w[1]);
+        each<2>([&](auto half) {
+            constexpr int part = half / HALVES<F>;
+            sums[part][0] = vdot<step>(sums[part][0], w[half], high[half]);
+            if (PLANES == 2) sums[part][1] = vdot<step>(sums[part][1], w[half], low[half]);
         });
-    }
+    });
+    each<F::SCALES>([&](auto part) {
+        acc[part] = PLANES == 2 ? vadd_int(vtimes128(sums[part][0]), sums[part][1]) : sums[part][0];
+    });
+}
+#endif
+
+// A single row is bound by latency; the integers are those of many rows.
+template <class F> CT_FLAT static void one_row(const uint8_t* block, const Input& in, int64_t row, float* tile) {
+    constexpr int GROUPS = F::SPAN / GROUP;
+    vf sum[PV];
+    each<PV>([&](auto v) { sum[v] = vset(0.0f); });
+    int64_t at = row * in.groups;
+    for (const int64_t end = at + in.groups; at < end; block += F::BYTES)
+        for (int group = 0; group < GROUPS; ++group, ++at)
+            each<PV>([&](auto v) {
+                vi acc[F::SCALES];
+                dot_one<F>(block, group, v, in.planes + at * 2 * GROUP, acc);
+                each<F::SCALES>([&](auto part) {
+                    sum[v] = add_dot<F>(sum[v], acc[part], F::scale(block, group, part, v * VL),
+                                        F::minimum(block, group, part, v * VL), in, at, part);
+                });
+            });
     each<PV>([&](auto v) { vstore(tile + v * VL, sum[v]); });
 }
 
-template <bool INT4>
-CT_FLAT static void many_rows(const uint8_t* record, const Input& in, int64_t row, int rows, int vec, float* tile) {
-    constexpr int BYTES = INT4 ? INT4_RECORD : INT8_RECORD;
+template <class F>
+CT_FLAT static void many_rows(const uint8_t* block, const Input& in, int64_t row, int rows, int vec, float* tile) {
+    constexpr int GROUPS = F::SPAN / GROUP;
     const vf zero = vset(0.0f);
     for (int m = 0; m < rows; ++m) each<VECS>([&](auto v) { vstore(tile + m * PANEL + (vec + v) * VL, zero); });
-    for (int64_t g = 0; g < in.groups; ++g, record += BYTES) {
-        GroupWeights<INT4> weights;
-        GroupWeights<INT4>::load(weights, record, vec);
+    for (int64_t g = 0; g < in.groups; ++g) {
+        GroupWeights<F> weights;
+        GroupWeights<F>::load(weights, block + g / GROUPS * F::BYTES, int(g % GROUPS), vec);
         float* out = tile + vec * VL;
         int m = 0;
         for (; m + AT_ONCE <= rows; m += AT_ONCE)
-            add_rows<INT4, AT_ONCE>(weights, in, (row + m) * in.groups + g, out + m * PANEL);
+            add_rows<F, AT_ONCE>(weights, in, (row + m) * in.groups + g, out + m * PANEL);
         const int64_t at = (row + m) * in.groups + g;
         switch (rows - m) {  // side by side too: a single sum waits for itself
-            case 3: add_rows<INT4, 3>(weights, in, at, out + m * PANEL); break;
-            case 2: add_rows<INT4, 2>(weights, in, at, out + m * PANEL); break;
-            case 1: add_rows<INT4, 1>(weights, in, at, out + m * PANEL);
+            case 3: add_rows<F, 3>(weights, in, at, out + m * PANEL); break;
+            case 2: add_rows<F, 2>(weights, in, at, out + m * PANEL); break;
+            case 1: add_rows<F, 1>(weights, in, at, out + m * PANEL);
         }
     }
 }
 
-template <bool INT4> void quant_tile(const TileJob& job) {
+template <class F> static void format_tile(const TileJob& job) {
     for (int p = 0; p < job.panels; ++p) {
         const uint8_t* panel = job.panel + p * job.panel_stride;
         float* tile = job.tile + int64_t(p) * job.rows * PANEL;
         for (int row = 0; row < job.rows; row += QUANT_ROWS) {
             const int rows = job.rows - row < QUANT_ROWS ? job.rows - row : QUANT_ROWS;
             if (rows == 1) {
-                one_row<INT4>(panel, *job.in, job.row + row, tile + row * PANEL);
+                one_row<F>(panel, *job.in, job.row + row, tile + row * PANEL);
                 continue;
             }
             for (int vec = 0; vec < PV; vec += VECS)
-                many_rows<INT4>(panel, *job.in, job.row + row, rows, vec, tile + row * PANEL);
+                many_rows<F>(panel, *job.in, job.row + row, rows, vec, tile + row * PANEL);
         }
     }
 }
 
-template void quant_tile<false>(const TileJob& job);
-template void quant_tile<true>(const TileJob& job);
+void quant_tile(int32_t kind, const TileJob& job) {
+    with_format(kind, [&](auto format) { format_tile<decltype(format)>(job); });
+}

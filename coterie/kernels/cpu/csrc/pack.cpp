@@ -1,8 +1,10 @@
 // Packing: stored weights -> panels of 16 output rows, k sequential inside a panel.
 //   f32   [k][16]
 //   bf16  [k/2][16][2]                       (also the tile layout of AMX)
-//   int8  per group of 32 k: [8][16][4] int8 (+W_OFFSET), 16 fp16 scales
-//   int4  per group: [4][16][4] bytes (low nibble k, high nibble k + 16), 16 scales, 16 minima
+// The quantised ones: formats.h. int8 and int4 come as their parts, GGUF's types as its rows of blocks.
+#include <atomic>
+
+#include "formats.h"
 #include "team.h"
 
 // Sixteen rows of one panel; rows past the end are zeros.
@@ -66,7 +68,7 @@ static void pack_bf16(int64_t n, int64_t k, const void* src, int64_t panel, uint
 static void pack_int8(int64_t n, int64_t k, const void* q, const void* scale, int64_t panel, uint8_t* dst) {
     static_assert(W_OFFSET == 0 || W_OFFSET == 128, "an offset of 128 turns the highest bit");
     const PanelRows rows(q, panel, n, k), scales(scale, panel, n, k / GROUP * 2);
-    for (int64_t g = 0; g < k / GROUP; ++g, dst += INT8_RECORD) {
+    for (int64_t g = 0; g < k / GROUP; ++g, dst += Int8Format::BYTES) {
         interleave(rows, g * 8, 8, W_OFFSET ? 0x80808080u : 0u, dst);
         gather_halves(scales, g, dst + 512);
     }
@@ -74,11 +76,135 @@ static void pack_int8(int64_t n, int64_t k, const void* q, const void* scale, in
 
 static void pack_int4(int64_t n, int64_t k, const void* q, const void* scale, const void* minimum, int64_t panel, uint8_t* dst) {
     const PanelRows rows(q, panel, n, k / 2), scales(scale, panel, n, k / GROUP * 2), minima(minimum, panel, n, k / GROUP * 2);
-    for (int64_t g = 0; g < k / GROUP; ++g, dst += INT4_RECORD) {
+    for (int64_t g = 0; g < k / GROUP; ++g, dst += Int4Format::BYTES) {
         interleave(rows, g * 4, 4, 0, dst);
         gather_halves(scales, g, dst + 256);
         gather_halves(minima, g, dst + 256 + 2 * PANEL);
     }
+}
+
+// What one row of a group becomes: its nibbles in the order of a panel, and its higher bits.
+struct GroupBits {
+    bytes16 nibbles;
+    uint32_t high[2];  // of the halves; fifth bits use the first alone
+};
+
+CT_INLINE bytes16 load16(const uint8_t* p) {
+    bytes16 v;
+    memcpy(&v, p, 16);
+    return v;
+}
+CT_INLINE uint32_t word_at(const uint8_t* p) {
+    uint32_t v;
+    memcpy(&v, p, 4);
+    return v;
+}
+// 32 bytes of which a group has the low or the high nibbles.
+CT_INLINE bytes16 nibbles_of(const uint8_t* p, bool upper) {
+    const bytes16 a = load16(p), b = load16(p + 16);
+    return upper ? (a >> 4) | (b & 0xf0) : (a & 15) | (b << 4);
+}
+// Bits i, i + 4, i + 8 ... of a word as one byte.
+CT_INLINE uint32_t every_fourth(uint32_t word, int i) {
+    word = word >> i & 0x11111111u;
+    word = (word | word >> 3) & 0x03030303u;
+    word = (word | word >> 6) & 0x000f000fu;
+    return (word | word >> 12) & 0xffu;
+}
+// The six-bit scales and minima of a K block: 12 bytes -> 8 and 8.
+CT_INLINE void k_scales(const uint8_t* s, uint8_t (&scale)[8], uint8_t (&minimum)[8]) {
+    for (int j = 0; j < 4; ++j) {
+        scale[j] = s[j] & 63, minimum[j] = s[j + 4] & 63;
+        scale[j + 4] = uint8_t((s[j + 8] & 15) | (s[j] >> 2 & 48));
+        minimum[j + 4] = uint8_t(s[j + 8] >> 4 | (s[j + 4] >> 2 & 48));
+    }
+}
+CT_INLINE void put_half(const uint8_t* half, int row, uint8_t* out, uint8_t flip = 0) {
+    out[2 * row] = half[0], out[2 * row + 1] = half[1] ^ flip;
+}
+
+// Files' blocks: `head` writes what a block of one row says of scales, `bits` reads a group; in a panel
+// the 16 rows' fp16 factors are FACTORS runs from FACTORS_AT on.
+template <int MINIMA> struct Q5Blocks {  // d, for Q5_1 minimum, 32 high bits, 16 bytes of nibbles
+    static constexpr int BYTES = 22 + 2 * MINIMA, HIGH_BYTES = FIFTH_BYTES;
+    static constexpr int FACTORS_AT = 320, FACTORS = 1 + MINIMA;
+    using Panel = Q5Format<MINIMA>;
+    static void head(const uint8_t* block, int row, uint8_t* out) {
+        put_half(block, row, out + 320);
+        if (MINIMA) put_half(block + 2, row, out + 352);
+    }
+    static GroupBits bits(const uint8_t* block, int) {
+        const uint32_t word = word_at(block + 2 + 2 * MINIMA);
+        uint32_t high = 0;
+        for (int i = 0; i < 4; ++i) high |= every_fourth(word, i) << 8 * i;
+        return {load16(block + 6 + 2 * MINIMA), {high, 0}};
+    }
+};
+
+template <int FIFTH> struct KBlocks {  // d, dmin, 12 bytes of scales, for Q5_K 32 of high bits, 128 of nibbles
+    static constexpr int BYTES = 144 + 32 * FIFTH, HIGH_BYTES = FIFTH * FIFTH_BYTES;
+    static constexpr int FACTORS_AT = 0, FACTORS = 2;
+    using Panel = KFormat<FIFTH>;
+    static void head(const uint8_t* block, int row, uint8_t* out) {
+        put_half(block, row, out);
+        put_half(block + 2, row, out + 32, 0x80);
+        uint8_t scale[8], minimum[8];
+        k_scales(block + 4, scale, minimum);
+        for (int j = 0; j < 8; ++j) out[64 + j * PANEL + row] = scale[j], out[192 + j * PANEL + row] = minimum[j];
+    }
+    static GroupBits bits(const uint8_t* block, int group) {
+        uint32_t high = 0;
+        if (FIFTH)
+            for (int i = 0; i < 8; ++i) high |= (word_at(block + 16 + 4 * i) >> group & 0x01010101u) << i;
+        return {nibbles_of(block + 16 + 32 * FIFTH + group / 2 * 32, group % 2 != 0), {high, 0}};
+    }
+};
+
+struct Q6KBlocks {  // 128 bytes of nibbles, 64 of two bits, 16 int8 scales, d
+    static constexpr int BYTES = 210, HIGH_BYTES = TWO_BITS_BYTES;
+    static constexpr int FACTORS_AT = 0, FACTORS = 1;
+    using Panel = Q6KFormat;
+    static void head(const uint8_t* block, int row, uint8_t* out) {
+        put_half(block + 208, row, out);
+        for (int j = 0; j < 16; ++j) out[32 + j * PANEL + row] = block[192 + j];
+    }
+    static GroupBits bits(const uint8_t* block, int group) {
+        const uint8_t* high = block + 128 + group / 4 * 32;
+        GroupBits out{nibbles_of(block + group / 4 * 64 + group % 2 * 32, group % 4 > 1), {0, 0}};
+        for (int i = 0; i < 8; ++i) out.high[i / 4] |= (word_at(high + 4 * i) >> group % 4 * 2 & 0x03030303u) << i % 4 * 2;
+        return out;
+    }
+};
+
+static bool all_finite(const uint8_t* halves, int count) {
+    bool finite = true;
+    for (int i = 0; i < count; ++i) finite &= (halves[2 * i + 1] & 0x7c) != 0x7c;
+    return finite;
+}
+
+// Whether every factor is a finite number.
+template <class B> static bool pack_blocks(int64_t n, int64_t k, const void* src, int64_t panel, uint8_t* dst) {
+    using F = typename B::Panel;
+    constexpr int GROUPS = F::SPAN / GROUP;
+    constexpr int GROUP_BYTES = NIBBLE_BYTES + B::HIGH_BYTES;
+    const PanelRows rows(src, panel, n, k / F::SPAN * B::BYTES);
+    alignas(16) uint8_t nibbles[PANEL][16];
+    bool finite = true;
+    for (int64_t at = 0; at < k / F::SPAN * B::BYTES; at += B::BYTES, dst += F::BYTES) {
+        for (int r = 0; r < PANEL; ++r) B::head(rows.at[r] + at, r, dst);
+        finite &= all_finite(dst + B::FACTORS_AT, PANEL * B::FACTORS);
+        for (int group = 0; group < GROUPS; ++group) {
+            uint8_t* out = dst + F::HEAD + group * GROUP_BYTES;
+            for (int r = 0; r < PANEL; ++r) {
+                const GroupBits bits = B::bits(rows.at[r] + at, group);
+                memcpy(nibbles[r], &bits.nibbles, 16);
+                for (int half = 0; half < B::HIGH_BYTES / FIFTH_BYTES; ++half)
+                    memcpy(out + NIBBLE_BYTES + half * FIFTH_BYTES + 4 * r, &bits.high[half], 4);
+            }
+            interleave(PanelRows(nibbles, 0, PANEL, 16), 0, 4, 0, out);
+        }
+    }
+    return finite;
 }
 
 extern "C" {
@@ -87,21 +213,34 @@ int64_t ct_packed_bytes(int32_t kind, int64_t n, int64_t k) {
     return (n + PANEL - 1) / PANEL * panel_bytes(kind, k);
 }
 
-// q: fp32, bf16, int8 [n, k] or nibbles [n, k/2]; scale and minimum: fp16 [n, k/32].
-void ct_pack(int32_t kind, int64_t n, int64_t k, const void* q, const void* scale,
+// q: fp32, bf16, int8 [n, k], nibbles [n, k/2] or the blocks of n rows; scale and minimum: fp16
+// [n, k/32], of int8 and int4 alone. 0: a factor of a block is not a finite number.
+int32_t ct_pack(int32_t kind, int64_t n, int64_t k, const void* q, const void* scale,
              const void* minimum, uint8_t* dst, int64_t threads) {
     const int64_t bytes = panel_bytes(kind, k);
+    std::atomic<bool> finite{true};
     auto body = [&](Team& team) {
         team.share((n + PANEL - 1) / PANEL, 4, [&](int64_t begin, int64_t end) {
-            for (int64_t panel = begin; panel < end; ++panel) switch (kind) {
-                case KIND_F32: pack_f32(n, k, q, panel, dst + panel * bytes); break;
-                case KIND_BF16: pack_bf16(n, k, q, panel, dst + panel * bytes); break;
-                case KIND_INT8: pack_int8(n, k, q, scale, panel, dst + panel * bytes); break;
-                default: pack_int4(n, k, q, scale, minimum, panel, dst + panel * bytes);
+            for (int64_t panel = begin; panel < end; ++panel) {
+                uint8_t* const to = dst + panel * bytes;
+                bool sound = true;
+                switch (kind) {
+                    case KIND_F32: pack_f32(n, k, q, panel, to); break;
+                    case KIND_BF16: pack_bf16(n, k, q, panel, to); break;
+                    case KIND_INT8: pack_int8(n, k, q, scale, panel, to); break;
+                    case KIND_INT4: pack_int4(n, k, q, scale, minimum, panel, to); break;
+                    case KIND_Q5_0: sound = pack_blocks<Q5Blocks<0>>(n, k, q, panel, to); break;
+                    case KIND_Q5_1: sound = pack_blocks<Q5Blocks<1>>(n, k, q, panel, to); break;
+                    case KIND_Q4K: sound = pack_blocks<KBlocks<0>>(n, k, q, panel, to); break;
+                    case KIND_Q5K: sound = pack_blocks<KBlocks<1>>(n, k, q, panel, to); break;
+                    default: sound = pack_blocks<Q6KBlocks>(n, k, q, panel, to);
+                }
+                if (!sound) finite = false;
             }
         });
     };
     run_team(int(threads), 1, body);
+    return finite;
 }
 
 int32_t ct_weight_offset() { return W_OFFSET; }

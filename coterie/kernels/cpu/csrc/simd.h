@@ -107,13 +107,16 @@ CT_INLINE void vload2(const uint16_t* p, vf& a, vf& b) {
 CT_INLINE vf vload_half(const uint16_t* p) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 }
-CT_INLINE void vfrom_bytes(bytes16 b, vf (&out)[4]) {  // unsigned
-    const uint8x16_t bytes = (uint8x16_t)b;
-    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
-    out[0] = vcvtq_f32_u32(vmovl_u16(vget_low_u16(low)));
-    out[1] = vcvtq_f32_u32(vmovl_high_u16(low));
-    out[2] = vcvtq_f32_u32(vmovl_u16(vget_low_u16(high)));
-    out[3] = vcvtq_f32_u32(vmovl_high_u16(high));
+CT_INLINE uint8x8_t four_bytes(const uint8_t* p) {
+    uint32_t four;
+    memcpy(&four, p, 4);
+    return vreinterpret_u8_u32(vdup_n_u32(four));
+}
+CT_INLINE vf vload_u8(const uint8_t* p) {
+    return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(four_bytes(p)))));
+}
+CT_INLINE vf vload_s8(const uint8_t* p) {
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(four_bytes(p))))));
 }
 // Four activations at x; lane L multiplies one vector of weights.
 using xq = float32x4_t;
@@ -134,6 +137,12 @@ CT_INLINE vb vbload_low(const uint8_t* p) {
 }
 CT_INLINE vb vbload_high(const uint8_t* p) {
     return vreinterpretq_s8_u8(vshrq_n_u8(vld1q_u8(p), 4));
+}
+CT_INLINE void vbstore(uint8_t* p, vb a) { vst1q_u8(p, vreinterpretq_u8_s8(a)); }
+// Every byte: base | (bits << LEFT & mask); a negative LEFT shifts right.
+template <int LEFT> CT_INLINE vb vbmerge(vb base, vb bits, uint8_t mask) {
+    const uint8x16_t moved = vshlq_u8(vreinterpretq_u8_s8(bits), vdupq_n_s8(LEFT));
+    return vreinterpretq_s8_u8(vorrq_u8(vreinterpretq_u8_s8(base), vandq_u8(moved, vdupq_n_u8(mask))));
 }
 #if defined(__ARM_FEATURE_DOTPROD)
 template <int L> CT_INLINE vi vdot(vi acc, vb w, xb x) {  // volatile keeps the chains interleaved
@@ -157,6 +166,13 @@ CT_INLINE void cpu_relax() { asm volatile("yield"); }
 #include "simd_x86.h"
 #else
 #include "simd_generic.h"
+#endif
+
+// 1 where no instruction multiplies four pairs of bytes: integers of 15 bits are multiplied whole.
+//   vwords: weights of four columns as pairs of 16 bits, of columns 0 and 2 and of 1 and 3
+//   vdot_words: acc + the two products of every lane, for two activations at x
+#if !defined(CT_WORDS)
+#define CT_WORDS 0
 #endif
 
 constexpr int PV = PANEL / VL;  // vectors in a panel row

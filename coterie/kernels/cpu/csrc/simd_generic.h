@@ -76,8 +76,15 @@ CT_INLINE vf vload_half(const uint16_t* p) {
     for (int i = 0; i < VL; ++i) out[i] = half_to_float(p[i]);
     return out;
 }
-CT_INLINE void vfrom_bytes(bytes16 b, vf (&out)[1]) {  // unsigned
-    out[0] = __builtin_convertvector(b, vf);
+CT_INLINE vf vload_u8(const uint8_t* p) {
+    vf out = {};
+    for (int i = 0; i < VL; ++i) out[i] = float(p[i]);
+    return out;
+}
+CT_INLINE vf vload_s8(const uint8_t* p) {
+    vf out = {};
+    for (int i = 0; i < VL; ++i) out[i] = float(int8_t(p[i]));
+    return out;
 }
 CT_INLINE xq xload(const float* x) { return {x}; }
 CT_INLINE xb xbload(const int8_t* x) { return {x}; }
@@ -93,6 +100,26 @@ CT_INLINE vb vbload_high(const uint8_t* p) {
     for (int i = 0; i < 64; ++i) out.at[i] = p[i] >> 4;
     return out;
 }
+template <int LEFT> CT_INLINE vb vbmerge(vb base, vb bits, uint8_t mask) {
+    for (int i = 0; i < 64; ++i)
+        base.at[i] |= (LEFT < 0 ? bits.at[i] >> (LEFT < 0 ? -LEFT : 0) : bits.at[i] << (LEFT < 0 ? 0 : LEFT)) & mask;
+    return base;
+}
+#if defined(CT_WORDS)
+template <bool SIGNED> CT_INLINE void vwords(vb w, vb (&out)[2]) {
+    for (int i = 0; i < 32; ++i)
+        for (int pair = 0; pair < 2; ++pair) {
+            const int16_t wide = SIGNED ? int8_t(w.at[2 * i + pair]) : w.at[2 * i + pair];
+            memcpy(out[pair].at + 2 * i, &wide, 2);
+        }
+}
+CT_INLINE vi vdot_words(vi acc, vb w, const int8_t* x) {
+    int16_t wide[2 * VL], two[2];
+    memcpy(wide, w.at, 64), memcpy(two, x, 4);
+    for (int r = 0; r < VL; ++r) acc[r] += wide[2 * r] * two[0] + wide[2 * r + 1] * two[1];
+    return acc;
+}
+#endif
 template <int L> CT_INLINE vi vdot(vi acc, vb w, xb x) {
     for (int r = 0; r < VL; ++r)
         for (int j = 0; j < 4; ++j) {

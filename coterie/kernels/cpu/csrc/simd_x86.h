@@ -61,8 +61,11 @@ CT_INLINE vf widen(const uint16_t* p) {
 CT_INLINE vf vload_half(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-CT_INLINE void vfrom_bytes(bytes16 b, vf (&out)[1]) {  // unsigned
-    out[0] = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)b));
+CT_INLINE vf vload_u8(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+CT_INLINE vf vload_s8(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 using vb = __m512i;
 CT_INLINE vb vbload(const uint8_t* p) { return _mm512_loadu_si512(p); }
@@ -71,6 +74,12 @@ CT_INLINE vb vbload_low(const uint8_t* p) {
 }
 CT_INLINE vb vbload_high(const uint8_t* p) {
     return _mm512_and_si512(_mm512_srli_epi16(vbload(p), 4), _mm512_set1_epi8(15));
+}
+// Every byte: base | (bits << LEFT & mask); a negative LEFT shifts right. Shifts move pairs of bytes:
+// `mask` must leave out what comes from the neighbour.
+template <int LEFT> CT_INLINE vb vbmerge(vb base, vb bits, uint8_t mask) {
+    const vb moved = LEFT < 0 ? _mm512_srli_epi16(bits, LEFT < 0 ? -LEFT : 0) : _mm512_slli_epi16(bits, LEFT < 0 ? 0 : LEFT);
+    return _mm512_or_si512(base, _mm512_and_si512(moved, _mm512_set1_epi8(char(mask))));
 }
 CT_INLINE void vbstore(uint8_t* p, vb a) { _mm512_storeu_si512(p, a); }
 CT_INLINE vi viload(const int32_t* p) { return _mm512_loadu_si512(p); }
@@ -89,11 +98,13 @@ template <int L> CT_INLINE vi vdot(vi acc, vb w, xb x) {
 #else
 constexpr const char* ISA_NAME = "avx512";
 constexpr int W_OFFSET = 0;
-template <int L> CT_INLINE vi vdot(vi acc, vb w, xb x) {
-    __m512i v = _mm512_set1_epi32(four(x.at + 4 * L));
-    v = _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(w), _mm512_setzero_si512(), v);
-    __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(w), v);
-    return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+#define CT_WORDS 1
+template <bool SIGNED> CT_INLINE void vwords(vb w, vb (&out)[2]) {
+    out[0] = SIGNED ? _mm512_srai_epi16(_mm512_slli_epi16(w, 8), 8) : _mm512_and_si512(w, _mm512_set1_epi16(255));
+    out[1] = SIGNED ? _mm512_srai_epi16(w, 8) : _mm512_srli_epi16(w, 8);
+}
+CT_INLINE vi vdot_words(vi acc, vb w, const int8_t* x) {
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(w, _mm512_set1_epi32(four(x))));
 }
 #endif
 #else
@@ -150,9 +161,11 @@ CT_INLINE vf widen(const uint16_t* p) {
 CT_INLINE vf vload_half(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-CT_INLINE void vfrom_bytes(bytes16 b, vf (&out)[2]) {  // unsigned
-    out[0] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32((__m128i)b));
-    out[1] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)b, 8)));
+CT_INLINE vf vload_u8(const uint8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+CT_INLINE vf vload_s8(const uint8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 using vb = __m256i;
 CT_INLINE vb vbload(const uint8_t* p) {
@@ -163,6 +176,13 @@ CT_INLINE vb vbload_low(const uint8_t* p) {
 }
 CT_INLINE vb vbload_high(const uint8_t* p) {
     return _mm256_and_si256(_mm256_srli_epi16(vbload(p), 4), _mm256_set1_epi8(15));
+}
+CT_INLINE void vbstore(uint8_t* p, vb a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
+// Every byte: base | (bits << LEFT & mask); a negative LEFT shifts right. Shifts move pairs of bytes:
+// `mask` must leave out what comes from the neighbour.
+template <int LEFT> CT_INLINE vb vbmerge(vb base, vb bits, uint8_t mask) {
+    const vb moved = LEFT < 0 ? _mm256_srli_epi16(bits, LEFT < 0 ? -LEFT : 0) : _mm256_slli_epi16(bits, LEFT < 0 ? 0 : LEFT);
+    return _mm256_or_si256(base, _mm256_and_si256(moved, _mm256_set1_epi8(char(mask))));
 }
 CT_INLINE vi vizero() { return _mm256_setzero_si256(); }
 CT_INLINE vi vtimes128(vi a) { return _mm256_slli_epi32(a, 7); }
@@ -179,10 +199,13 @@ template <int L> CT_INLINE vi vdot(vi acc, vb w, xb x) {
 #else
 constexpr const char* ISA_NAME = "avx2";
 constexpr int W_OFFSET = 0;
-template <int L> CT_INLINE vi vdot(vi acc, vb w, xb x) {  // |x| <= 127: no saturation
-    __m256i v = _mm256_sign_epi8(_mm256_set1_epi32(four(x.at + 4 * L)), w);
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), v);
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#define CT_WORDS 1
+template <bool SIGNED> CT_INLINE void vwords(vb w, vb (&out)[2]) {
+    out[0] = SIGNED ? _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8) : _mm256_and_si256(w, _mm256_set1_epi16(255));
+    out[1] = SIGNED ? _mm256_srai_epi16(w, 8) : _mm256_srli_epi16(w, 8);
+}
+CT_INLINE vi vdot_words(vi acc, vb w, const int8_t* x) {
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(w, _mm256_set1_epi32(four(x))));
 }
 #endif
 #endif

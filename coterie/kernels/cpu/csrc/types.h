@@ -2,7 +2,8 @@
 #pragma once
 #include "simd.h"
 
-enum Kind : int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_INT8 = 2, KIND_INT4 = 3, KIND_Q4K = 4, KIND_Q6K = 5 };
+// in the order of kernels/formats.py
+enum Kind : int32_t { KIND_F32, KIND_BF16, KIND_INT8, KIND_INT4, KIND_Q5_0, KIND_Q5_1, KIND_Q4K, KIND_Q5K, KIND_Q6K };
 
 // The rows of one stored weight, packed into ceil(rows / 16) panels.
 struct Part {
@@ -126,10 +127,13 @@ struct Input {
     int64_t ldx;
     const uint16_t* bf16;  // [rows][ld_bf16], zero-padded to a multiple of 32 (AMX only)
     int64_t ld_bf16;
-    const int8_t* planes;  // [rows][groups][2][32]: high plane, low plane
+    // [rows][groups][64]: a high and a low plane of 32 bytes, x = 128 * high + low; with CT_WORDS 32
+    // integers of 16 bits, of every four columns the order 0, 2, 1, 3
+    const int8_t* planes;
     const float* scale;    // [rows][groups]
     const float* sum;      // [rows][groups]: scale * sum of the group's integers
     const int32_t* isum;   // [rows][groups]: W_OFFSET * sum of the group's integers
+    const float* half_sum;  // [rows][groups][2]: scale * sum of the integers of each half
     int64_t groups;
 };
 
@@ -140,8 +144,6 @@ constexpr int PLANES = CT_PLANES;                     // 1: activations of 8 bit
 constexpr float TOP = PLANES == 2 ? 16256.0f : 127.0f;  // the largest activation integer
 
 constexpr int BF16_K = 32;  // k is padded to whole AMX tiles on every machine: packed bytes travel
-constexpr int INT8_RECORD = 8 * 64 + 2 * PANEL;      // one group of one panel: q, scale
-constexpr int INT4_RECORD = 4 * 64 + 2 * 2 * PANEL;  // q, scale, minimum
 
 CT_INLINE int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 
@@ -152,15 +154,3 @@ bool amx_ready();  // asks the kernel for tile state once
 #define CT_AMX 0
 CT_INLINE bool amx_ready() { return false; }
 #endif
-
-CT_INLINE int64_t panel_bytes(int32_t kind, int64_t k) {
-    switch (kind) {
-        case KIND_F32: return round_up(k, 4) * PANEL * 4;
-        case KIND_BF16: return round_up(k, BF16_K) * PANEL * 2;
-        case KIND_INT8: return k / GROUP * INT8_RECORD;
-        case KIND_INT4: return k / GROUP * INT4_RECORD;
-        // sixteen rows as stored: blocks of 256
-        case KIND_Q4K: return PANEL * (k / 256) * 144;
-        default: return PANEL * (k / 256) * 210;
-    }
-}
