@@ -8,10 +8,12 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync import client as ws
@@ -139,6 +141,47 @@ def test_who_reads_nothing_is_cut(impatient: Served) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.1)
     assert '"reason":"write_timeout"' in impatient.log()
+
+
+def unread_stream(served: Served, road: str, stack: ExitStack) -> None:
+    """A client asks for streams that are longer than the system takes, and reads nothing."""
+    where = urlsplit(served.url)
+    assert where.hostname is not None and where.port is not None
+    sock = stack.enter_context(socket.socket())
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    sock.connect((where.hostname, where.port))
+    if road == "events":
+        body = chat(stream=True, max_tokens=4000, ignore_eos=True, logprobs=True, top_logprobs=20)
+        raw = json.dumps(body).encode()
+        sock.sendall(POST + b"content-length: %d\r\n\r\n" % len(raw) + raw)
+        return
+    url = served.url.replace("http", "ws", 1) + "/v1/infer/ws"
+    sock.settimeout(ENDED_S)
+    client = stack.enter_context(ws.connect(url, sock=sock, max_queue=1, close_timeout=0.1))
+    for at in range(16):
+        client.send(json.dumps({"prompt": f"x{at}", "max_tokens": 4000, "regex": "[a-z ]{3000}"}))
+
+
+@pytest.mark.parametrize("road", ["events", "socket"])
+def test_streams_that_are_never_read_end(impatient: Served, road: str) -> None:
+    """Of eight callers at once: they hold neither memory nor places, and others are answered."""
+    alone = impatient.post(CHAT, chat()).json["choices"]
+    gateway = psutil.Process(impatient.process.pid).memory_info
+    before = gateway().rss
+    with ExitStack() as stack, Probe(impatient) as probe:
+        with ThreadPoolExecutor(8) as pool:
+            for asked in [pool.submit(unread_stream, impatient, road, stack) for _ in range(8)]:
+                asked.result()
+        deadline = time.monotonic() + 120
+        while impatient.metric("coterie_gateway_open_streams"):
+            assert time.monotonic() < deadline, impatient.log()[-3000:]
+            assert impatient.post(CHAT, chat()).json["choices"] == alone
+            assert gateway().rss - before < 100e6
+        # the clients still have their ends open
+        while impatient.metric("coterie_connections") > 4:
+            assert time.monotonic() < deadline, impatient.log()[-3000:]
+            time.sleep(0.1)
+    assert probe.worst_s < probe.lag.allowed_s(MAX_PROBE_S)
 
 
 def test_a_socket_that_only_answers_pings_ends(impatient: Served) -> None:

@@ -344,6 +344,38 @@ def raw_call(channel: grpc.Channel, path: str, raw: bytes, key: str = KEY) -> gr
     return code
 
 
+def field(number: int, content: bytes) -> bytes:
+    """A field of a message that has a length."""
+    size, left = b"", len(content)
+    while left > 0x7F:
+        size, left = size + bytes((left & 0x7F | 0x80,)), left >> 7
+    tag = number << 3 | 2
+    head = bytes((tag,)) if tag < 0x80 else bytes((tag & 0x7F | 0x80, tag >> 7))
+    return head + size + bytes((left,)) + content
+
+
+@pytest.mark.parametrize("depth", [12, 40, 400, 4000])
+def test_a_deep_message_is_refused(channel: grpc.Channel, grpc_server: Served, depth: int) -> None:
+    """Objects in objects, beyond what protobuf's own writer takes, and grammars."""
+    numbers = pb.InferRequest.DESCRIPTOR.fields_by_name
+    content = b""
+    for _ in range(depth):
+        # Struct.fields, of which a value is a Struct again
+        content = field(1, field(1, b"a") + field(2, field(5, content)))
+    bracketed = b"(" * depth + b"a" + b")" * depth
+    grammar = pb.Grammar(type="lark", text="start: " + "(" * depth + '"a"' + ")" * depth)
+    for name, value in (
+        ("response_format", content),
+        ("regex", bracketed),
+        ("grammar", grammar.SerializeToString()),
+    ):
+        raw = field(numbers["prompt"].number, b"x") + field(numbers[name].number, value)
+        code = raw_call(channel, f"/{SERVICE}/Infer", raw)
+        shallow = depth <= 40 and name != "response_format"
+        assert code is _Code.INVALID_ARGUMENT or (shallow and code is _Code.OK), (name, code)
+    assert not errors(grpc_server)
+
+
 METHODS = [
     *(f"/{SERVICE}/{row.name}" for row in pb.DESCRIPTOR.services_by_name["Inference"].methods),
     "/grpc.health.v1.Health/Check",

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from tests.helpers.models.tiny import tiny_checkpoint
 
-SCRIPT = Path(__file__).resolve().parents[2] / "ops" / "container_start.sh"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "ops" / "container_start.sh"
 LIMIT_S = 90.0
 
 
@@ -59,6 +60,29 @@ def admits(url: str, key: str | None) -> bool:
     except urllib.error.HTTPError as error:
         error.close()
         return error.code != 401
+
+
+def test_the_image_is_an_argument_and_packages_come_by_digest() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    base = re.search(r"^ARG BASE_IMAGE=\S+\nFROM \$\{BASE_IMAGE\}$", text, re.MULTILINE)
+    assert base and text.count("\nFROM ") == 1
+    installs = re.findall(r"pip install (.*)", text)
+    assert installs and all("--no-deps" in line for line in installs)
+    [own] = [line for line in installs if "--require-hashes" not in line]
+    assert own.endswith(" .")
+
+
+def test_examples_publish_their_port_to_this_machine_alone() -> None:
+    told = [ROOT / "Dockerfile", *ROOT.glob("ops/*"), *ROOT.glob("*.md")]
+    told += [*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+    published = [
+        port
+        for path in told
+        for line in path.read_text().splitlines()
+        if "docker run" in line
+        for port in re.findall(r"(?:-p|--publish)[ =](\S+)", line)
+    ]
+    assert published and all(port.startswith("127.0.0.1:") for port in published), published
 
 
 def test_a_key_is_made_once_or_taken_from_the_environment(tmp_path: Path) -> None:
