@@ -12,11 +12,11 @@
 extern "C" {
 int64_t ct_packed_bytes(int32_t kind, int64_t n, int64_t k);
 int32_t ct_pack(int32_t, int64_t, int64_t, const void*, const void*, const void*, uint8_t*, int64_t);
-void ct_rows(const Matrix*, const int64_t*, int64_t, float*, int64_t);
-void ct_linear(const Matrix*, const float*, int64_t, float*, int64_t);
-void ct_experts(const ExpertCall*);
-void ct_patches(const Piece*, int64_t, const float*, int64_t, float*, int64_t, int64_t);
-void ct_attention(const Shape*, const Batch*, const Cache*, const float*, float*, int64_t);
+int32_t ct_rows(const Matrix*, const int64_t*, int64_t, float*, int64_t);
+int32_t ct_linear(const Matrix*, const float*, int64_t, float*, int64_t);
+int32_t ct_experts(const ExpertCall*);
+int32_t ct_patches(const Piece*, int64_t, const float*, int64_t, float*, int64_t, int64_t);
+int32_t ct_attention(const Shape*, const Batch*, const Cache*, const float*, float*, int64_t);
 const char* ct_isa();
 }
 

@@ -147,7 +147,7 @@ def test_instruction_sets_of_x86(machine: str, needs: set[str], isa: str, tmp_pa
     assert compiler is not None
     program = tmp_path / "check"
     sources = [str(HERE / "cross_check.cpp"), *map(str, SOURCES.glob("*.cpp"))]
-    flags = ["-std=c++17", "-O2", f"-march={machine}", "-fno-exceptions", "-w", f"-I{SOURCES}"]
+    flags = ["-std=c++17", "-O2", f"-march={machine}", "-w", f"-I{SOURCES}"]
     subprocess.run([compiler, *flags, "-o", str(program), *sources, "-fopenmp"], check=True)
     done = subprocess.run([*emulator, str(program)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"{isa}: 0 failures\n")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from coterie.weights.kinds import KINDS as MATRIX_KINDS
 
@@ -213,39 +213,53 @@ class ShareSetup(Structure):
     ]
 
 
+# what entry points that allocate return
+_STATUS = c_int32
+_NO_MEMORY = 1
+NOT_FINITE = 2
+
+
 def declare(library: ctypes.CDLL) -> None:
     """Gives every entry point its argument and result types."""
     signatures = {
         "ct_isa": (c_char_p, []),
         "ct_weight_offset": (c_int32, []),
         "ct_packed_bytes": (c_int64, [c_int32, c_int64, c_int64]),
-        "ct_pack": (c_int32, [c_int32, c_int64, c_int64, *[c_void_p] * 4, c_int64]),
+        "ct_pack": (_STATUS, [c_int32, c_int64, c_int64, *[c_void_p] * 4, c_int64]),
         "ct_quantise": (
-            None,
+            _STATUS,
             [c_int32, c_int64, c_void_p, c_int32, *[c_void_p] * 3, c_int64],
         ),
-        "ct_linear": (None, [POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64]),
-        "ct_row_norms": (None, [POINTER(Matrix), c_void_p, c_int64]),
-        "ct_rows": (None, [POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64]),
+        "ct_linear": (_STATUS, [POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64]),
+        "ct_row_norms": (_STATUS, [POINTER(Matrix), c_void_p, c_int64]),
+        "ct_rows": (_STATUS, [POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64]),
         "ct_attention": (
-            None,
+            _STATUS,
             [POINTER(Shape), POINTER(Batch), POINTER(Cache), c_void_p, c_void_p, c_int64],
         ),
         "ct_rms_norm": (None, [c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p]),
-        "ct_decoder": (None, [POINTER(DecoderCall)]),
+        "ct_decoder": (_STATUS, [POINTER(DecoderCall)]),
         "ct_patches": (
-            None,
+            _STATUS,
             [POINTER(Piece), c_int64, c_void_p, c_int64, c_void_p, *[c_int64] * 2],
         ),
-        "ct_experts": (None, [POINTER(ExpertCall)]),
-        "ct_route": (None, [POINTER(Route), c_void_p, c_int64, c_void_p, c_void_p, c_int64]),
+        "ct_experts": (_STATUS, [POINTER(ExpertCall)]),
+        "ct_route": (_STATUS, [POINTER(Route), c_void_p, c_int64, c_void_p, c_void_p, c_int64]),
         "ct_share_open": (c_void_p, [POINTER(ShareSetup)]),
         "ct_share_wake": (None, [c_void_p]),
         "ct_share_pause": (None, [c_void_p, c_int32]),
         "ct_share_read": (None, [c_void_p, c_void_p]),
         "ct_share_close": (None, [c_void_p]),
-        "ct_combine": (None, [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_int64]),
+        "ct_combine": (_STATUS, [c_void_p, c_void_p, *[c_int64] * 3, c_void_p, c_int64]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+        if result is _STATUS:
+            function.errcheck = _checked
+
+
+def _checked(status: int, function: Any, arguments: Any) -> int:
+    if status == _NO_MEMORY:
+        raise MemoryError(f"the system refused memory to a native kernel ({function.__name__})")
+    return status

@@ -34,7 +34,7 @@ _FLAGS = (
     "-std=c++17",
     "-O3",
     "-fPIC",
-    "-fno-exceptions",
+    "-fasynchronous-unwind-tables",  # for what csrc/memory.cpp catches
     "-ffp-contract=off",  # no fused multiply-add except where the source has one
     "-fno-schedule-insns",  # the order in the source keeps values in registers
     "-Wall",
@@ -147,11 +147,16 @@ def _target_flags() -> tuple[str, ...]:
     return native_flag, *shlex.split(os.environ.get("COTERIE_CXXFLAGS", ""))
 
 
+def _flags(source: Path) -> list[str]:
+    exceptions = [] if source.name == "memory.cpp" else ["-fno-exceptions"]
+    return [*_FLAGS, *exceptions, *_target_flags()]
+
+
 def _build(compiler: str, stem: str) -> Path:
     with tempfile.TemporaryDirectory(dir=kernels_dir()) as folder:
         objects = {source: Path(folder) / f"{source.stem}.o" for source in SOURCES.glob("*.cpp")}
         commands = [
-            [compiler, *_FLAGS, *_target_flags(), "-c", str(source), "-o", str(built)]
+            [compiler, *_flags(source), "-c", str(source), "-o", str(built)]
             for source, built in objects.items()
         ]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:

@@ -118,7 +118,8 @@ def _write_native(place: PartPlace, weight: Weight, out: Tensor) -> bool:
     kind, *tensors = stored(weight)
     pointers = [0 if part is None else part.data_ptr() for part in tensors]
     # one thread: the caller is already one of several load threads
-    if not library.call.ct_pack(kind, place.rows, place.columns, *pointers, out.data_ptr(), 1):
+    size = place.rows, place.columns
+    if library.call.ct_pack(kind, *size, *pointers, out.data_ptr(), 1) == abi.NOT_FINITE:
         raise NotFinite(f"{place.name}: ")
     return True
 

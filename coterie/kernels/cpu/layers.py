@@ -112,7 +112,8 @@ class PackedLinear:
         packed = torch.empty(self._call.ct_packed_bytes(kind, rows, width), dtype=torch.uint8)
         sources = [0 if part is None else part.data_ptr() for part in (values, scale, minimum)]
         threads = torch.get_num_threads()
-        if not self._call.ct_pack(kind, rows, width, *sources, packed.data_ptr(), threads):
+        at = packed.data_ptr()
+        if self._call.ct_pack(kind, rows, width, *sources, at, threads) == abi.NOT_FINITE:
             raise NotFinite
         self._packed.append(packed)
         return abi.Part(kind, rows, packed.data_ptr())

@@ -179,6 +179,8 @@ class ShareCoordinator:
             *(part.data_ptr() for part in parts),
         )  # fmt: skip
         self._handle: int | None = self._native.ct_share_open(ctypes.byref(setup))
+        if self._handle is None:
+            raise MemoryError("the system refused memory for the threads of experts on the CPU")
         # the thread must end before the memory that it reads, also when nobody closes this
         self._end = weakref.finalize(self, self._native.ct_share_close, self._handle)
 

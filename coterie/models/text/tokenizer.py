@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,10 @@ from coterie.models.text.tool_format import ToolSupport, tool_support, turns_of
 from coterie.weights.files import read_json
 from coterie.weights.formats.gguf import read_gguf
 from coterie.weights.formats.gguf_config import hf_generation
+
+# one text at a time has no use for a pool of threads, which ends the process where the system
+# refuses their memory
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _SPECIAL_KEYS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",

@@ -128,7 +128,12 @@ class Coordinator {
 
 extern "C" {
 
-void* ct_share_open(const ShareSetup* setup) { return new Coordinator(*setup); }
+// null: memory was refused
+void* ct_share_open(const ShareSetup* setup) {
+    void* opened = nullptr;
+    status_of([&] { opened = new Coordinator(*setup); });
+    return opened;
+}
 void ct_share_wake(void* share) { static_cast<Coordinator*>(share)->wake(); }
 void ct_share_pause(void* share, int32_t paused) { static_cast<Coordinator*>(share)->pause(paused != 0); }
 void ct_share_read(void* share, int64_t* out) { static_cast<Coordinator*>(share)->read(out); }

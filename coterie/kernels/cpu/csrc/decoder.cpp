@@ -178,50 +178,56 @@ static int64_t widest(const DecoderCall& call) {
 
 extern "C" {
 
-void ct_decoder(const DecoderCall* call) {
-    Workspace& ws = workspace();
-    const Shape& s = call->shape;
-    const int64_t rows = call->batch.rows;
-    ws.attention.plan(s, call->batch, int(call->threads));
-    ws.qkv.need<float>(rows * (s.heads + 2 * s.kv_heads) * s.head_dim);
-    ws.q.need<float>(rows * s.heads * ws.attention.padded_dim());
-    ws.out.need<float>(rows * s.heads * s.head_dim);
-    ws.gate_up.need<float>(rows * 2 * s.intermediate);
-    for (int64_t i = 0; i < call->num_layers; ++i)
-        for (const Matrix* matrix : {call->layers[i].qkv, call->layers[i].o, call->layers[i].gate_up, call->layers[i].down})
-            if (matrix) ws.input.reserve(*matrix, rows);
-    for (int64_t i = 0; i < call->num_layers; ++i)
-        if (call->layers[i].moe) reserve_moe(ws.moe, *call->layers[i].moe, rows);
-    ws.patches.prepare(call->segments, call->num_segments, rows, widest(*call));
-    auto body = [&](Team& team) {
-        for (int64_t i = 0; i < call->num_layers; ++i) run_layer(team, ws, *call, i);
-    };
-    const int64_t phases = LAYER_PHASES + (call->num_segments ? PATCH_PHASES : 0);
-    run_team(int(call->threads), call->num_layers * phases, body);
+int32_t ct_decoder(const DecoderCall* call) {
+    return status_of([&] {
+        Workspace& ws = workspace();
+        const Shape& s = call->shape;
+        const int64_t rows = call->batch.rows;
+        ws.attention.plan(s, call->batch, int(call->threads));
+        ws.qkv.need<float>(rows * (s.heads + 2 * s.kv_heads) * s.head_dim);
+        ws.q.need<float>(rows * s.heads * ws.attention.padded_dim());
+        ws.out.need<float>(rows * s.heads * s.head_dim);
+        ws.gate_up.need<float>(rows * 2 * s.intermediate);
+        for (int64_t i = 0; i < call->num_layers; ++i)
+            for (const Matrix* matrix : {call->layers[i].qkv, call->layers[i].o, call->layers[i].gate_up, call->layers[i].down})
+                if (matrix) ws.input.reserve(*matrix, rows);
+        for (int64_t i = 0; i < call->num_layers; ++i)
+            if (call->layers[i].moe) reserve_moe(ws.moe, *call->layers[i].moe, rows);
+        ws.patches.prepare(call->segments, call->num_segments, rows, widest(*call));
+        auto body = [&](Team& team) {
+            for (int64_t i = 0; i < call->num_layers; ++i) run_layer(team, ws, *call, i);
+        };
+        const int64_t phases = LAYER_PHASES + (call->num_segments ? PATCH_PHASES : 0);
+        run_team(int(call->threads), call->num_layers * phases, body);
+    });
 }
 
-void ct_linear(const Matrix* matrix, const float* x, int64_t rows, float* y, int64_t threads) {
-    Workspace& ws = workspace();
-    ws.input.reserve(*matrix, rows);
-    auto body = [&](Team& team) { plain_gemm(team, ws.input, *matrix, x, rows, y, STORE); };
-    run_team(int(threads), 2, body);
+int32_t ct_linear(const Matrix* matrix, const float* x, int64_t rows, float* y, int64_t threads) {
+    return status_of([&] {
+        Workspace& ws = workspace();
+        ws.input.reserve(*matrix, rows);
+        auto body = [&](Team& team) { plain_gemm(team, ws.input, *matrix, x, rows, y, STORE); };
+        run_team(int(threads), 2, body);
+    });
 }
 
 // q and out: [rows, heads, head_dim].
-void ct_attention(const Shape* shape, const Batch* batch, const Cache* cache, const float* q, float* out, int64_t threads) {
-    Workspace& ws = workspace();
-    ws.attention.plan(*shape, *batch, int(threads));
-    const int64_t dim = shape->head_dim, padded = ws.attention.padded_dim();
-    float* scaled = ws.q.need<float>(batch->rows * shape->heads * padded);
-    auto body = [&](Team& team) {
-        team.share(batch->rows, 1, [&](int64_t row, int64_t) {
-            for (int64_t h = row * shape->heads; h < (row + 1) * shape->heads; ++h)
-                for (int64_t d = 0; d < padded; ++d)
-                    scaled[h * padded + d] = d < dim ? q[h * dim + d] * shape->scale : 0.0f;
-        });
-        ws.attention.run(team, {scaled, out, cache});
-    };
-    run_team(int(threads), 2, body);
+int32_t ct_attention(const Shape* shape, const Batch* batch, const Cache* cache, const float* q, float* out, int64_t threads) {
+    return status_of([&] {
+        Workspace& ws = workspace();
+        ws.attention.plan(*shape, *batch, int(threads));
+        const int64_t dim = shape->head_dim, padded = ws.attention.padded_dim();
+        float* scaled = ws.q.need<float>(batch->rows * shape->heads * padded);
+        auto body = [&](Team& team) {
+            team.share(batch->rows, 1, [&](int64_t row, int64_t) {
+                for (int64_t h = row * shape->heads; h < (row + 1) * shape->heads; ++h)
+                    for (int64_t d = 0; d < padded; ++d)
+                        scaled[h * padded + d] = d < dim ? q[h * dim + d] * shape->scale : 0.0f;
+            });
+            ws.attention.run(team, {scaled, out, cache});
+        };
+        run_team(int(threads), 2, body);
+    });
 }
 
 void ct_rms_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t k, float* out) {

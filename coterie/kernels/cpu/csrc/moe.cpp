@@ -85,11 +85,13 @@ void run_moe(Team& team, MoeSpace& space, const MoePart& part, float eps, int64_
     });
 }
 
-extern "C" void ct_route(const Route* route, const float* x, int64_t rows, int32_t* ids, float* weights, int64_t threads) {
-    static thread_local MoeSpace mine;
-    MoeSpace& space = mine;  // all threads use the space of the calling thread
-    reserve_route(space, *route, rows);
-    auto body = [&](Team& team) { route_rows(team, space, *route, x, rows, ids, weights); };
-    const int64_t work = rows * route->product->n * route->product->k;
-    run_team(work < (1 << 18) ? 1 : int(threads), ROUTE_PHASES, body);
+extern "C" int32_t ct_route(const Route* route, const float* x, int64_t rows, int32_t* ids, float* weights, int64_t threads) {
+    return status_of([&] {
+        static thread_local MoeSpace mine;
+        MoeSpace& space = mine;  // all threads use the space of the calling thread
+        reserve_route(space, *route, rows);
+        auto body = [&](Team& team) { route_rows(team, space, *route, x, rows, ids, weights); };
+        const int64_t work = rows * route->product->n * route->product->k;
+        run_team(work < (1 << 18) ? 1 : int(threads), ROUTE_PHASES, body);
+    });
 }

@@ -214,7 +214,7 @@ int64_t ct_packed_bytes(int32_t kind, int64_t n, int64_t k) {
 }
 
 // q: fp32, bf16, int8 [n, k], nibbles [n, k/2] or the blocks of n rows; scale and minimum: fp16
-// [n, k/32], of int8 and int4 alone. 0: a factor of a block is not a finite number.
+// [n, k/32], of int8 and int4 alone. NOT_FINITE: a factor of a block is no finite number.
 int32_t ct_pack(int32_t kind, int64_t n, int64_t k, const void* q, const void* scale,
              const void* minimum, uint8_t* dst, int64_t threads) {
     const int64_t bytes = panel_bytes(kind, k);
@@ -239,8 +239,8 @@ int32_t ct_pack(int32_t kind, int64_t n, int64_t k, const void* q, const void* s
             }
         });
     };
-    run_team(int(threads), 1, body);
-    return finite;
+    const int32_t status = status_of([&] { run_team(int(threads), 1, body); });
+    return status == DONE && !finite ? NOT_FINITE : status;
 }
 
 int32_t ct_weight_offset() { return W_OFFSET; }

@@ -231,15 +231,17 @@ void add_patches(Team& team, const PatchJob& job) {
            [&](const Piece& p, int64_t task, const Piece& after) { expand_task(job, p, task, after, cuts); });
 }
 
-extern "C" void ct_patches(const Piece* pieces, int64_t count, const float* x, int64_t k, float* y, int64_t n, int64_t threads) {
-    static thread_local Buffer inner;
-    std::vector<Piece> all(pieces, pieces + count);
-    int64_t floats = 0, work = 0;
-    for (Piece& piece : all) {
-        piece.inner = floats, floats += piece.rows * inner_width(*piece.patch);
-        work += piece.rows * piece.patch->rank * (k + piece.width);
-    }
-    const PatchJob job{all, x, k, inner.need<float>(floats), y, n, nullptr};
-    auto body = [&](Team& team) { add_patches(team, job); };
-    run_team(work < (1 << 18) ? 1 : int(threads), ADD_PHASES, body);
+extern "C" int32_t ct_patches(const Piece* pieces, int64_t count, const float* x, int64_t k, float* y, int64_t n, int64_t threads) {
+    return status_of([&] {
+        static thread_local Buffer inner;
+        std::vector<Piece> all(pieces, pieces + count);
+        int64_t floats = 0, work = 0;
+        for (Piece& piece : all) {
+            piece.inner = floats, floats += piece.rows * inner_width(*piece.patch);
+            work += piece.rows * piece.patch->rank * (k + piece.width);
+        }
+        const PatchJob job{all, x, k, inner.need<float>(floats), y, n, nullptr};
+        auto body = [&](Team& team) { add_patches(team, job); };
+        run_team(work < (1 << 18) ? 1 : int(threads), ADD_PHASES, body);
+    });
 }

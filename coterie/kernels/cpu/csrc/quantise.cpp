@@ -109,16 +109,18 @@ static void group_int8(const vf (&v)[N], uint8_t* q, uint16_t* scale) {
 }
 
 // src: fp32 or bf16 [groups * 32]; q: int8 [groups * 32] or nibbles [groups * 16].
-extern "C" void ct_quantise(int32_t kind, int64_t groups, const void* src, int32_t is_bf16, uint8_t* q, uint16_t* scale, uint16_t* minimum, int64_t threads) {
-    auto body = [&](Team& team) {
-        team.share(groups, 256, [&](int64_t begin, int64_t end) {
-            for (int64_t g = begin; g < end; ++g) {
-                vf v[N];
-                load_group(src, is_bf16, g * GROUP, v);
-                if (kind == KIND_INT4) group_int4(v, q + g * GROUP / 2, scale + g, minimum + g);
-                else group_int8(v, q + g * GROUP, scale + g);
-            }
-        });
-    };
-    run_team(int(threads), 1, body);
+extern "C" int32_t ct_quantise(int32_t kind, int64_t groups, const void* src, int32_t is_bf16, uint8_t* q, uint16_t* scale, uint16_t* minimum, int64_t threads) {
+    return status_of([&] {
+        auto body = [&](Team& team) {
+            team.share(groups, 256, [&](int64_t begin, int64_t end) {
+                for (int64_t g = begin; g < end; ++g) {
+                    vf v[N];
+                    load_group(src, is_bf16, g * GROUP, v);
+                    if (kind == KIND_INT4) group_int4(v, q + g * GROUP / 2, scale + g, minimum + g);
+                    else group_int8(v, q + g * GROUP, scale + g);
+                }
+            });
+        };
+        run_team(int(threads), 1, body);
+    });
 }

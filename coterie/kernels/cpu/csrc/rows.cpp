@@ -70,41 +70,45 @@ template <class Use> static void each_span(int32_t kind, const uint8_t* panel, i
 extern "C" {
 
 // out: [n], summed in fp32 over a span and in fp64 over spans
-void ct_row_norms(const Matrix* matrix, double* out, int64_t threads) {
-    auto body = [&](Team& team) {
-        double* to = out;
-        for (const Part* part = matrix->parts; part != matrix->parts + matrix->num_parts; to += part++->rows)
-            team.share((part->rows + PANEL - 1) / PANEL, 4, [&](int64_t begin, int64_t end) {
-                for (int64_t panel = begin; panel < end; ++panel) {
-                    double sums[PANEL] = {};
-                    const uint8_t* data = part->data + panel * panel_bytes(part->kind, matrix->k);
-                    each_span(part->kind, data, matrix->k, [&](int64_t from, int64_t last, const float* wide) {
-                        float acc[PANEL] = {};
-                        for (int64_t i = 0; i < last - from; ++i)
-                            for (int r = 0; r < PANEL; ++r) acc[r] += wide[i * PANEL + r] * wide[i * PANEL + r];
-                        for (int r = 0; r < PANEL; ++r) sums[r] += acc[r];
-                    });
-                    const int64_t left = part->rows - panel * PANEL;
-                    memcpy(to + panel * PANEL, sums, sizeof(double) * (left < PANEL ? left : PANEL));
-                }
-            });
-    };
-    run_team(int(threads), matrix->num_parts, body);
+int32_t ct_row_norms(const Matrix* matrix, double* out, int64_t threads) {
+    return status_of([&] {
+        auto body = [&](Team& team) {
+            double* to = out;
+            for (const Part* part = matrix->parts; part != matrix->parts + matrix->num_parts; to += part++->rows)
+                team.share((part->rows + PANEL - 1) / PANEL, 4, [&](int64_t begin, int64_t end) {
+                    for (int64_t panel = begin; panel < end; ++panel) {
+                        double sums[PANEL] = {};
+                        const uint8_t* data = part->data + panel * panel_bytes(part->kind, matrix->k);
+                        each_span(part->kind, data, matrix->k, [&](int64_t from, int64_t last, const float* wide) {
+                            float acc[PANEL] = {};
+                            for (int64_t i = 0; i < last - from; ++i)
+                                for (int r = 0; r < PANEL; ++r) acc[r] += wide[i * PANEL + r] * wide[i * PANEL + r];
+                            for (int r = 0; r < PANEL; ++r) sums[r] += acc[r];
+                        });
+                        const int64_t left = part->rows - panel * PANEL;
+                        memcpy(to + panel * PANEL, sums, sizeof(double) * (left < PANEL ? left : PANEL));
+                    }
+                });
+        };
+        run_team(int(threads), matrix->num_parts, body);
+    });
 }
 
 // out: [count][k], the rows `ids` of a matrix of one part; ids are in range.
-void ct_rows(const Matrix* matrix, const int64_t* ids, int64_t count, float* out, int64_t threads) {
-    const Part& part = matrix->parts[0];
-    const int64_t k = matrix->k, bytes = panel_bytes(part.kind, k);
-    auto body = [&](Team& team) {
-        team.share(count, 1, [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i)
-                each_span(part.kind, part.data + ids[i] / PANEL * bytes, k, [&](int64_t from, int64_t to, const float* wide) {
-                    for (int64_t j = from; j < to; ++j) out[i * k + j] = wide[(j - from) * PANEL + ids[i] % PANEL];
-                });
-        });
-    };
-    run_team(count * k < 65536 ? 1 : int(threads), 1, body);
+int32_t ct_rows(const Matrix* matrix, const int64_t* ids, int64_t count, float* out, int64_t threads) {
+    return status_of([&] {
+        const Part& part = matrix->parts[0];
+        const int64_t k = matrix->k, bytes = panel_bytes(part.kind, k);
+        auto body = [&](Team& team) {
+            team.share(count, 1, [&](int64_t begin, int64_t end) {
+                for (int64_t i = begin; i < end; ++i)
+                    each_span(part.kind, part.data + ids[i] / PANEL * bytes, k, [&](int64_t from, int64_t to, const float* wide) {
+                        for (int64_t j = from; j < to; ++j) out[i * k + j] = wide[(j - from) * PANEL + ids[i] % PANEL];
+                    });
+            });
+        };
+        run_team(count * k < 65536 ? 1 : int(threads), 1, body);
+    });
 }
 
 }  // extern "C"
