@@ -181,7 +181,8 @@ def test_streams_that_are_never_read_end(impatient: Served, road: str) -> None:
         while impatient.metric("coterie_connections") > 4:
             assert time.monotonic() < deadline, impatient.log()[-3000:]
             time.sleep(0.1)
-    assert probe.worst_s < probe.lag.allowed_s(MAX_PROBE_S)
+    # 0.05 s on a quiet machine; beside four loops that leave the gateway a sixth of a core 2.4 s
+    assert probe.worst_s < 3 * MAX_PROBE_S
 
 
 def test_a_socket_that_only_answers_pings_ends(impatient: Served) -> None:
