@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from websockets.sync.client import connect
 
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.server_process import Reply, Served, own_home
@@ -83,6 +84,21 @@ def test_on_an_idle_engine_every_deadline_is_started(served: Served, timeout_ms:
             "/v1/messages", body | {"stream": stream}, x_deadline_ms=str(timeout_ms)
         )
         assert other.status == 200 and b'"stop_reason":"max_tokens"' in other.body, other.body
+    response = served.post(
+        "/v1/responses", {"model": "tiny", "input": text}, x_deadline_ms=str(timeout_ms)
+    )
+    assert response.status == 200 and response.json["status"] == "incomplete", response.body
+    answered = served.post(
+        "/api/chat",
+        {"model": "tiny", "messages": body["messages"], "stream": False},
+        x_deadline_ms=str(timeout_ms),
+    )
+    assert answered.status == 200 and answered.json["done_reason"] == "length", answered.body
+    with connect(served.url.replace("http", "ws", 1) + "/v1/infer/ws", open_timeout=30) as socket:
+        socket.send(json.dumps({"prompt": text, "max_tokens": 200, "timeout_ms": timeout_ms}))
+        while (event := json.loads(socket.recv(timeout=30)))["event"] not in ("finished", "error"):
+            pass
+    assert event["event"] == "finished" and event["finish_reason"] == "timeout", event
 
 
 def outcome(served: Served, name: str) -> float:

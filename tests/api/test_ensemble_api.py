@@ -7,14 +7,13 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -76,11 +75,10 @@ checks = ["json"]
 
 
 @pytest.fixture
-def ensemble_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def ensemble_home(monkeypatch: pytest.MonkeyPatch) -> Path:
     path = own_home(temporary_folder("coterie-home-"))
     monkeypatch.setenv("COTERIE_HOME", str(path))
-    yield path
-    shutil.rmtree(path)
+    return path
 
 
 def config_file(home: Path, *, sequences: int = 64, queue: int = 256) -> Path:

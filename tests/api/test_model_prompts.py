@@ -3,12 +3,17 @@ prompt of its card where the template has none."""
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import pytest
+from websockets.sync.client import connect
 
+from coterie.api.proto.coterie.v1 import inference_pb2 as pb
 from tests.helpers.models.tiny import CHAT_TEMPLATE, named_checkpoint
 from tests.helpers.serving.server_process import Served, frames
 
@@ -33,7 +38,7 @@ def two_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     named_checkpoint(folder / "known", "tiiuae/Falcon3-1B-Instruct", CHAT_TEMPLATE)
     settings = folder / "coterie.toml"
     settings.write_text(SETTINGS.format(folder=folder))
-    served = Served("--config", str(settings))
+    served = Served("--config", str(settings), "--grpc-port", "0")
     yield served
     assert served.stop() == 0, served.log()
 
@@ -62,6 +67,30 @@ def test_infer_reads_plain_text_where_there_is_no_template(two_models: Served) -
         "/v1/infer", {"prompt": "The quick brown fox", **GREEDY, "stream": True}
     )
     assert frames(streamed.body)[-1][1]["text"] == found["text"]
+
+
+def test_sockets_and_grpc_read_plain_text_too(two_models: Served) -> None:
+    wanted = inferred(two_models)["text"]
+    with connect(
+        two_models.url.replace("http", "ws", 1) + "/v1/infer/ws", open_timeout=30
+    ) as socket:
+        socket.send(json.dumps({"model": "plain", "prompt": "The quick brown fox", **GREEDY}))
+        while (event := json.loads(socket.recv(timeout=30)))["event"] not in ("finished", "error"):
+            pass
+    assert event["text"] == wanted
+    found = re.search(r"gRPC on (\S+)", two_models.log())
+    assert found
+    with grpc.insecure_channel(found[1]) as channel:
+        ask = channel.unary_unary(
+            "/coterie.v1.Inference/Infer",
+            request_serializer=pb.InferRequest.SerializeToString,
+            response_deserializer=pb.InferenceResult.FromString,
+        )
+        asked = pb.InferRequest(
+            model="plain", prompt="The quick brown fox", temperature=0, max_tokens=6
+        )
+        answer = ask(asked)
+    assert answer.text == wanted
 
 
 def test_a_job_reads_plain_text_too(two_models: Served) -> None:
