@@ -195,8 +195,8 @@ def test_ambiguous_grammars_of_one_tenant_end_and_slow_nobody(
         f"{seconds:.1f} s; usual {usual:.3f} s, {len(times)} beside it: {median:.3f}, {waited:.3f}"
     )
     # a quiet machine takes 0.09 s for an answer, twice that beside the others, and 6 s for all of
-    # them; another program's work makes its own answers slower too
-    assert median < max(5 * usual, 0.6, 8 * waited)
+    # them; one that other programs' work keeps busy took seven times as long beside them as alone
+    assert median < max(10 * usual, 0.6, 8 * waited)
     assert seconds < within_s * max(usual / 0.1, 1)
     assert server.metric("coterie_engine_events_total", KEYS[0], event="grammar_refused") > refused
     # and its tenant's own ordinary grammars still run
