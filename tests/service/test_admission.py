@@ -23,6 +23,7 @@ from coterie.core.prefix import SHORT_BYTES, extend_chain, is_published, root_di
 from coterie.core.request import Limits, Sampling
 from coterie.obs.metrics import MetricRegistry
 from coterie.service.submit.admission import (
+    MAX_GUESSED_S,
     MAX_RETRY_AFTER_S,
     Admission,
     AdmissionResult,
@@ -171,6 +172,20 @@ def test_retry_after_is_a_place_in_line_at_the_measured_speed() -> None:
     with pytest.raises(Saturated) as caught:
         world.admit(asked(1000))
     assert caught.value.retry_after_s is None and "no place can be promised" in str(caught.value)
+
+
+def test_the_first_guess_sends_nobody_away_for_long() -> None:
+    # five answers of 10,000 tokens each: minutes by the first guess of an engine's speed
+    world = World()
+    world.add(running=True, max_tokens=10_000)
+    world.add(running=False, count=4, max_tokens=10_000)
+    assert [world.refused(asked(prompt)) for prompt in range(15)] == [MAX_GUESSED_S] * 15
+    # what was measured is told as it is
+    world = World()
+    world.train(token_s=0.1)
+    world.add(running=True, max_tokens=10_000)
+    world.add(running=False, count=4, max_tokens=10_000)
+    assert world.refused(asked(1)) == math.inf
 
 
 def test_a_promised_place_is_kept_for_whom_it_was_promised() -> None:

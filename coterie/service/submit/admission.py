@@ -44,6 +44,8 @@ from coterie.workers.contract import Replica
 # the official clients give up above this
 MAX_RETRY_AFTER_S = 120.0
 MIN_RETRY_AFTER_S = 1.0
+# nor for longer than this while nothing was measured: the first guesses are high
+MAX_GUESSED_S = 30.0
 # for deadlines, places are promised up to this far ahead
 MAX_AHEAD_S = 30.0
 # added to every estimated wait
@@ -346,6 +348,8 @@ class Admission:
         else:
             wait_s = ends_s(predictor, queue, refused.ends, token_s)
         wait_s = shared.calibration.factor * wait_s + CAUTION_S
+        if not predictor.is_fitted:
+            wait_s = min(wait_s, MAX_GUESSED_S)
         return max(wait_s, next_s, refused.hint_s, MIN_RETRY_AFTER_S)
 
 
