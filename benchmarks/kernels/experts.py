@@ -51,7 +51,7 @@ def weight(kind: str, rows: int, width: int) -> Weight:
         at, count = _FACTORS[kind]
         factors = torch.full((rows, width // elements, count), unit / 200).half()
         blocks[..., at : at + 2 * count] = factors.view(torch.uint8)
-        return GgufBlocks(kind, blocks.flatten(1))
+        return GgufBlocks(kind.upper(), blocks.flatten(1))
     dense = torch.randn(rows, width) * unit
     return DenseWeight(dense.bfloat16() if kind == "bf16" else dense)
 

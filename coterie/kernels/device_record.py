@@ -18,7 +18,14 @@ from torch import Tensor
 from coterie.kernels.cpu.expert_record import unpack_record
 from coterie.kernels.expert_layout import ExpertLayout
 from coterie.weights.kinds import GROUP
-from coterie.weights.quantize import DenseWeight, Int4Weight, Int8Weight, Weight
+from coterie.weights.quantize import (
+    DenseWeight,
+    GgufBlocks,
+    Int4Weight,
+    Int8Weight,
+    Weight,
+    split,
+)
 
 # offsets of experts count in these: the widest load
 UNIT_BYTES = 16
@@ -134,8 +141,9 @@ def dense_matrices(target: DeviceRecord, record: Tensor) -> tuple[Tensor, Tensor
 
 
 def _weight(part: Weight | Tensor) -> DenseWeight | Int8Weight | Int4Weight:
-    assert isinstance(part, DenseWeight | Int8Weight | Int4Weight)
-    return part
+    known = split(part) if isinstance(part, GgufBlocks) else part
+    assert isinstance(known, DenseWeight | Int8Weight | Int4Weight)
+    return known
 
 
 def _put(out: Tensor, at: int, values: Tensor) -> None:

@@ -68,3 +68,6 @@ KEPT_AS = {stored: kind.name for kind in KINDS.values() for stored in kind.store
 
 # kinds whose bits are GGUF's own
 BLOCK_KINDS = ("q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
+
+# GGUF's types whose blocks have the parts of another kind: integers and fp16 factors
+SPLIT_TYPES = ("Q8_0", "Q4_0", "Q4_1")

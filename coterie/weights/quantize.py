@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.weights.formats.gguf_blocks import BLOCK_SIZES, expand
-from coterie.weights.kinds import GROUP
+from coterie.weights.formats.gguf_blocks import BLOCK_SIZES, expand, scales
+from coterie.weights.kinds import GROUP, KEPT_AS, SPLIT_TYPES
 
 DTYPES = ("auto", "fp32", "bf16", "int8", "int4")
 
@@ -78,19 +78,29 @@ class Int4Weight:
 
 @dataclass(frozen=True, slots=True)
 class GgufBlocks:
-    """GGUF's blocks as stored. kind: one of BLOCK_KINDS; data: uint8 [N, bytes of a row]."""
+    """Blocks of a GGUF file as stored. `type`: one of BLOCK_SIZES; data: uint8 [N, bytes of a
+    row]."""
 
-    kind: str
+    type: str
     data: Tensor
 
     @property
+    def kind(self) -> str:
+        """The kind of matrix that keeps them."""
+        return KEPT_AS[self.type]
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        elements, nbytes = BLOCK_SIZES[self.kind.upper()]
+        elements, nbytes = BLOCK_SIZES[self.type]
         return (self.data.shape[0], self.data.shape[1] // nbytes * elements)
 
     @property
     def nbytes(self) -> int:
         return self.data.nbytes
+
+    def blocks(self) -> Tensor:
+        """[N, blocks of a row, bytes of a block]."""
+        return self.data.view(self.data.shape[0], -1, BLOCK_SIZES[self.type][1])
 
 
 Weight = DenseWeight | Int8Weight | Int4Weight | GgufBlocks
@@ -103,8 +113,7 @@ def dense(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
         return weight.tensor.to(dtype)
     rows, columns = weight.shape
     if isinstance(weight, GgufBlocks):
-        _, nbytes = BLOCK_SIZES[weight.kind.upper()]
-        return expand(weight.data.view(rows, -1, nbytes), weight.kind.upper()).to(dtype)
+        return expand(weight.blocks(), weight.type).to(dtype)
     groups = columns // GROUP
     scale = weight.scale.float().unsqueeze(-1)
     if isinstance(weight, Int8Weight):
@@ -128,7 +137,7 @@ def convert(weight: Weight, dtype: str) -> Weight:
         return DenseWeight(dense(weight))
     if dtype == "bf16":
         return DenseWeight(dense(weight, torch.bfloat16))
-    if isinstance(weight, GgufBlocks) and dtype != "auto":
+    if isinstance(weight, GgufBlocks) and dtype != "auto" and weight.type not in SPLIT_TYPES:
         weight = DenseWeight(dense(weight))
     if not isinstance(weight, DenseWeight):
         return weight
@@ -137,6 +146,22 @@ def convert(weight: Weight, dtype: str) -> Weight:
     if dtype == "auto" or not groupable:
         return DenseWeight(tensor.float()) if tensor.dtype == torch.float16 else weight
     return quantize_int8(tensor) if dtype == "int8" else quantize_int4(tensor)
+
+
+def split(weight: Weight) -> Weight:
+    """Blocks of SPLIT_TYPES as their parts; fp32 where the parts cannot hold them. Others stay."""
+    if not isinstance(weight, GgufBlocks) or weight.type not in SPLIT_TYPES:
+        return weight
+    blocks = weight.blocks()
+    rows, scale = len(blocks), scales(blocks[..., :2])
+    if weight.type == "Q8_0":
+        return Int8Weight(blocks[..., 2:].reshape(rows, -1).view(torch.int8), scale)
+    if weight.type == "Q4_1":
+        return Int4Weight(blocks[..., 4:].reshape(rows, -1), scale, scales(blocks[..., 2:4]))
+    minimum = scale * -8
+    if not bool(torch.isfinite(minimum).all()):
+        return DenseWeight(dense(weight))
+    return Int4Weight(blocks[..., 2:].reshape(rows, -1), scale, minimum)
 
 
 def quantize_int8(tensor: Tensor) -> Int8Weight:

@@ -81,3 +81,15 @@ def test_scales_that_are_no_numbers_are_refused(kind: str, bits: int, tmp_path: 
         file.write(bits.to_bytes(2, "little"))
     with pytest.raises(WeightsError, match=r"(down_proj|ffn_down).*not a finite number"):
         load_model(open_checkpoint(path))
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "Q4_0"])
+def test_an_embedding_whose_scale_is_no_number_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path, kind=kind)
+    extent = open_checkpoint(path).extent("model.embed_tokens.weight")
+    with path.open("r+b") as file:
+        file.seek(extent.offset + (208 if kind == "Q6_K" else 0))
+        file.write(b"\x01\x7e")
+    with pytest.raises(WeightsError, match=r"embed_tokens.*not a finite number"):
+        load_model(open_checkpoint(path))

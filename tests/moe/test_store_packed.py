@@ -22,7 +22,7 @@ from coterie.moe.store.export import export
 from coterie.moe.store.inspect import verify
 from coterie.moe.store.packed import EXPERTS_FILE, INDEX_FILE, open_packed, read_index
 from coterie.weights.checkpoint import open_checkpoint
-from coterie.weights.quantize import Int8Weight
+from coterie.weights.quantize import GgufBlocks
 from tests.helpers.moe import store_files
 
 Document = dict[str, Any]
@@ -88,8 +88,8 @@ def test_packed_from_gguf(tmp_path: Path, kind: str) -> None:
     name = "blk.0.attn_output.weight"
     assert backbone.names() == [name] and backbone.stored_as(name) == "Q8_0"
     kept, given = backbone.read(name), model.read(name)
-    assert isinstance(kept, Int8Weight) and isinstance(given, Int8Weight)
-    assert torch.equal(kept.q, given.q) and torch.equal(kept.scale, given.scale)
+    assert isinstance(kept, GgufBlocks) and isinstance(given, GgufBlocks)
+    assert kept.type == given.type and torch.equal(kept.data, given.data)
 
 
 @pytest.mark.parametrize(

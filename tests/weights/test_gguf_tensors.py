@@ -13,7 +13,7 @@ from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.formats.gguf import TENSOR_TYPES, TensorInfo, read_gguf
 from coterie.weights.formats.gguf_blocks import expand
 from coterie.weights.formats.gguf_tensors import read_tensor
-from coterie.weights.quantize import DenseWeight, Int4Weight, Int8Weight, dense
+from coterie.weights.quantize import DenseWeight, Int4Weight, Int8Weight, dense, split
 from tests.helpers.models.gguf_files import write_model
 
 BLOCK_TYPES = {name: (block, size) for name, block, size in TENSOR_TYPES.values() if block > 1}
@@ -49,15 +49,17 @@ def test_kept_types_hold_the_same_values(kind: str) -> None:
     raw = gguf.quants.quantize(values, number)
     info = TensorInfo("t", (64, 256), kind, 0, raw.nbytes, Path("t"))
     weight = read_tensor({info.path: raw.reshape(-1).copy()}, info, None)
-    assert isinstance(weight, Int8Weight if kind == "Q8_0" else Int4Weight)
-    assert np.array_equal(dense(weight).numpy(), gguf.quants.dequantize(raw, number))
+    parts = split(weight)
+    assert isinstance(parts, Int8Weight if kind == "Q8_0" else Int4Weight)
+    for each in (weight, parts):
+        assert np.array_equal(dense(each).numpy(), gguf.quants.dequantize(raw, number))
 
 
 def test_a_scale_too_large_for_fp16_falls_back_to_fp32() -> None:
     block = np.concatenate([np.array([20_000], np.float16).view(np.uint8), np.full(16, 0x0F)])
     raw = np.ascontiguousarray(block.astype(np.uint8))
     info = TensorInfo("t", (1, 32), "Q4_0", 0, 18, Path("t"))
-    weight = read_tensor({info.path: raw}, info, None)
+    weight = split(read_tensor({info.path: raw}, info, None))
     assert isinstance(weight, DenseWeight)
     expected = gguf.quants.dequantize(raw.reshape(1, -1), gguf.GGMLQuantizationType.Q4_0)
     assert np.array_equal(weight.tensor.numpy(), expected)
@@ -121,7 +123,7 @@ def test_default_model_equals_transformers(default_model_path: Path) -> None:
     kinds = set()
     for name in checkpoint.names():
         weight = checkpoint.read(name)
-        kinds.add(type(weight))
+        kinds.add(type(split(weight)))
         assert torch.equal(dense(weight), oracle[name]), name
     assert kinds == {DenseWeight, Int8Weight, Int4Weight}
     assert set(oracle) - set(checkpoint.names()) == {"lm_head.weight"}

@@ -10,9 +10,13 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_vo
 from typing import Any, ClassVar
 
 from coterie.weights.kinds import KINDS as MATRIX_KINDS
+from coterie.weights.kinds import SPLIT_TYPES
 
 # the number of each kind of matrix
 KINDS = {name: number for number, name in enumerate(MATRIX_KINDS)}
+
+# blocks of a file that become panels of another kind: the numbers of enum Source
+SPLIT_SOURCES = {name: 64 + number for number, name in enumerate(SPLIT_TYPES)}
 
 
 class Part(Structure):
@@ -217,6 +221,7 @@ class ShareSetup(Structure):
 _STATUS = c_int32
 _NO_MEMORY = 1
 NOT_FINITE = 2
+NOT_HELD = 3
 
 
 def declare(library: ctypes.CDLL) -> None:

@@ -28,6 +28,7 @@ from coterie.weights.quantize import (
     Weight,
     convert,
     dense,
+    split,
 )
 
 _DENSE = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -95,8 +96,8 @@ def _kind(weight: Weight) -> str:
             return "int8"
         case Int4Weight():
             return "int4"
-        case GgufBlocks(kind):
-            return kind
+        case GgufBlocks():
+            return weight.kind
     return "bf16" if weight.tensor.dtype == torch.bfloat16 else "fp32"
 
 
@@ -112,14 +113,12 @@ def _write_native(place: PartPlace, weight: Weight, out: Tensor) -> bool:
     if library is None:
         return False
     from coterie.kernels.cpu.layers import (
-        stored,  # cpu is importable only with the rest of the module
+        packing_source,  # cpu is importable only with the rest of the module
     )
 
-    kind, *tensors = stored(weight)
-    pointers = [0 if part is None else part.data_ptr() for part in tensors]
     # one thread: the caller is already one of several load threads
-    size = place.rows, place.columns
-    if library.call.ct_pack(kind, *size, *pointers, out.data_ptr(), 1) == abi.NOT_FINITE:
+    status = packing_source(weight).pack(library.call, place.rows, place.columns, out, 1)
+    if status in (abi.NOT_FINITE, abi.NOT_HELD):
         raise NotFinite(f"{place.name}: ")
     return True
 
@@ -146,9 +145,12 @@ def _row_blocks(place: PartPlace, weight: Weight) -> Tensor:
             weight.tensor.to(_DENSE[place.kind]), (0, width - place.columns)
         ).contiguous()
         return values.view(torch.uint8).view(place.rows, blocks, -1)
+    weight = split(weight)
+    if isinstance(weight, DenseWeight):
+        raise NotFinite(f"{place.name}: ")
     if isinstance(weight, GgufBlocks):
         data = weight.data.reshape(place.rows * blocks, -1)
-        return reordered(data, place.kind.upper()).view(place.rows, blocks, -1)
+        return reordered(data, weight.type).view(place.rows, blocks, -1)
     q = weight.q.contiguous().view(torch.uint8)
     if isinstance(weight, Int8Weight):
         q = q + weight_offset()
@@ -167,7 +169,7 @@ def read_part(place: PartPlace, raw: Tensor) -> Weight | Tensor:
         return DenseWeight(values[:, : place.columns].contiguous())
     if place.kind in BLOCK_KINDS:
         data = restored(rows.flatten(0, 1), place.kind.upper())
-        return GgufBlocks(place.kind, data.view(place.rows, -1))
+        return GgufBlocks(place.kind.upper(), data.view(place.rows, -1))
     size = _Q_BYTES[place.kind]
     q, *halves = torch.split(rows, [size] + [2] * ((rows.shape[2] - size) // 2), dim=2)
     scale, *minima = (part.contiguous().view(torch.float16).squeeze(-1) for part in halves)

@@ -20,7 +20,13 @@ from coterie.kernels.cpu.build import NativeLibrary, native
 from coterie.kernels.linear import Linear
 from coterie.kernels.patch import PARTS
 from coterie.weights.formats.gguf_blocks import NotFinite
-from coterie.weights.quantize import DenseWeight, GgufBlocks, Int4Weight, Int8Weight, Weight
+from coterie.weights.quantize import (
+    DenseWeight,
+    Int4Weight,
+    Int8Weight,
+    Weight,
+    dense,
+)
 
 if TYPE_CHECKING:
     from coterie.kernels.batch import AttentionBatch
@@ -107,31 +113,55 @@ class PackedLinear:
         return made
 
     def _pack(self, weight: Weight) -> abi.Part:
-        kind, values, scale, minimum = stored(weight)
+        source = packing_source(weight)
         rows, width = weight.shape
-        packed = torch.empty(self._call.ct_packed_bytes(kind, rows, width), dtype=torch.uint8)
-        sources = [0 if part is None else part.data_ptr() for part in (values, scale, minimum)]
-        threads = torch.get_num_threads()
-        at = packed.data_ptr()
-        if self._call.ct_pack(kind, rows, width, *sources, at, threads) == abi.NOT_FINITE:
+        packed = torch.empty(
+            self._call.ct_packed_bytes(source.kind, rows, width), dtype=torch.uint8
+        )
+        status = source.pack(self._call, rows, width, packed, torch.get_num_threads())
+        if status == abi.NOT_HELD:
+            return self._pack(DenseWeight(dense(weight)))
+        if status == abi.NOT_FINITE:
             raise NotFinite
         self._packed.append(packed)
-        return abi.Part(kind, rows, packed.data_ptr())
+        return abi.Part(source.kind, rows, packed.data_ptr())
 
 
-def stored(weight: Weight) -> tuple[int, Tensor, Tensor | None, Tensor | None]:
-    """The kind, and contiguous tensors in the types that packing needs."""
+class PackingSource(NamedTuple):
+    """What `ct_pack` makes panels of."""
+
+    # the kind of the panels
+    kind: int
+    # a kind, or a type of blocks
+    source: int
+    # contiguous: values, scales, minima; or blocks
+    tensors: tuple[Tensor, ...]
+
+    def pack(self, call: ctypes.CDLL, rows: int, width: int, out: Tensor, threads: int) -> int:
+        """The status of the call."""
+        pointers = [part.data_ptr() for part in self.tensors] + [0] * (3 - len(self.tensors))
+        status = call.ct_pack(self.source, rows, width, *pointers, out.data_ptr(), threads)
+        return int(status)
+
+
+def packing_source(weight: Weight) -> PackingSource:
     match weight:
         case Int8Weight(q, scale):
-            return abi.KINDS["int8"], q.contiguous(), scale.half().contiguous(), None
+            return _as_parts("int8", q, scale.half())
         case Int4Weight(q, scale, minimum):
-            halves = scale.half().contiguous(), minimum.half().contiguous()
-            return abi.KINDS["int4"], q.contiguous(), *halves
+            return _as_parts("int4", q, scale.half(), minimum.half())
         case DenseWeight(tensor) if tensor.dtype == torch.bfloat16:
-            return abi.KINDS["bf16"], tensor.contiguous(), None, None
-        case GgufBlocks(kind, data):
-            return abi.KINDS[kind], data.contiguous(), None, None
-    return abi.KINDS["fp32"], weight.tensor.float().contiguous(), None, None
+            return _as_parts("bf16", tensor)
+        case DenseWeight(tensor):
+            return _as_parts("fp32", tensor.float())
+    kind = abi.KINDS[weight.kind]
+    source = abi.SPLIT_SOURCES.get(weight.type, kind)
+    return PackingSource(kind, source, (weight.data.contiguous(),))
+
+
+def _as_parts(kind: str, *tensors: Tensor) -> PackingSource:
+    number = abi.KINDS[kind]
+    return PackingSource(number, number, tuple(part.contiguous() for part in tensors))
 
 
 def _same_width(weights: Sequence[Weight]) -> int:

@@ -20,6 +20,7 @@ from coterie.kernels.linear import Linear, ReferenceLinear
 from coterie.kernels.reference import layers as reference
 from coterie.kernels.reference.layers import latent_attention, write_latent
 from coterie.models.build.targets import TargetMatrix
+from coterie.weights.formats.gguf_blocks import check_factors
 from coterie.weights.quantize import (
     DenseWeight,
     GgufBlocks,
@@ -49,6 +50,8 @@ class TokenEmbedding:
 
 def stored_embedding(weight: Weight, device: torch.device, dtype: torch.dtype) -> TokenEmbedding:
     """Of a stored matrix; only the rows that are read are widened."""
+    if isinstance(weight, GgufBlocks):
+        check_factors(weight.blocks(), weight.type)
     table = _moved(weight, device)
     return TokenEmbedding(lambda ids: dense(rows_of(table, ids), dtype), dtype, table.nbytes)
 
@@ -70,8 +73,8 @@ def _moved(weight: Weight, device: torch.device) -> Weight:
             return Int8Weight(q.to(device), scale.to(device))
         case Int4Weight(q, scale, minimum):
             return Int4Weight(q.to(device), scale.to(device), minimum.to(device))
-        case GgufBlocks(kind, data):
-            return GgufBlocks(kind, data.to(device))
+        case GgufBlocks(stored, data):
+            return GgufBlocks(stored, data.to(device))
 
 
 def rows_of(weight: Weight, index: Tensor) -> Weight:
@@ -82,8 +85,8 @@ def rows_of(weight: Weight, index: Tensor) -> Weight:
             return Int8Weight(q[index], scale[index])
         case Int4Weight(q, scale, minimum):
             return Int4Weight(q[index], scale[index], minimum[index])
-        case GgufBlocks(kind, data):
-            return GgufBlocks(kind, data[index])
+        case GgufBlocks(stored, data):
+            return GgufBlocks(stored, data[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,8 @@ def read_embedding_and_head(
     if embedding is None:
         # the stored form is not larger and has the same values
         table = stored if dtype in ("auto", "fp32") else table
-        embedding = stored_embedding(table, reader.device, hidden_dtype)
+        with reader.naming(first):
+            embedding = stored_embedding(table, reader.device, hidden_dtype)
     return EmbeddingAndHead(embedding, head)
 
 

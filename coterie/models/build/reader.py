@@ -5,7 +5,8 @@ Checks that every tensor exists, has the right shape and is used once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from coterie.kernels.reference.layers import HeadLinear
 from coterie.models.build.targets import TargetMatrix, site_of
 from coterie.weights.formats.gguf_blocks import NotFinite
 from coterie.weights.kinds import BLOCK_KINDS
-from coterie.weights.quantize import DenseWeight, GgufBlocks, Weight, convert, dense
+from coterie.weights.quantize import DenseWeight, GgufBlocks, Weight, convert, dense, split
 
 if TYPE_CHECKING:
     from coterie.models.spec import ModelSpec
@@ -124,12 +125,17 @@ class TensorReader:
         checkpoint = self._checkpoint
         return lambda: dense(convert(checkpoint.read(name), dtype))
 
-    def product(self, weights: Sequence[Weight]) -> Linear:
+    @contextmanager
+    def naming(self, names: str) -> Iterator[None]:
+        """Says which tensors have a scale that is not a finite number."""
         try:
-            product = make_linear(weights, self.placement.backend, self.device)
+            yield
         except NotFinite:
-            names = ", ".join(self._taken)
             raise NotFinite(f"{self._checkpoint.path}: {names}: ") from None
+
+    def product(self, weights: Sequence[Weight]) -> Linear:
+        with self.naming(", ".join(self._taken)):
+            product = make_linear(weights, self.placement.backend, self.device)
         self._taken.clear()
         self.product_bytes += product.nbytes
         return product
@@ -147,7 +153,7 @@ class TensorReader:
         made = convert(weight, dtype)
         if isinstance(made, GgufBlocks) and not keeps(self.placement.device, made.kind):
             return DenseWeight(dense(made))
-        return made
+        return made if self.device.type == "cpu" else split(made)
 
     def exact(self, name: str, rows: int, columns: int) -> Linear:
         """A product that stays in fp32: a rounded gate would choose other experts."""

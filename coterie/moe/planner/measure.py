@@ -391,7 +391,7 @@ def sample_record(layout: ExpertLayout, size: int) -> Tensor:
             elements, nbytes = BLOCK_SIZES[part.kind.upper()]
             width = part.columns // elements * nbytes
             parts[part.name] = GgufBlocks(
-                part.kind, torch.zeros(part.rows, width, dtype=torch.uint8)
+                part.kind.upper(), torch.zeros(part.rows, width, dtype=torch.uint8)
             )
             continue
         shape = (part.rows, part.columns) if part.columns else (part.rows,)

@@ -18,6 +18,14 @@ BLOCK_SIZES = {name: (elements, nbytes) for name, elements, nbytes in TENSOR_TYP
 _SLICE_ELEMENTS = 1 << 22
 
 
+# where a block has fp16 factors
+_FACTORS_AT = {
+    **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q6_K": (208,),
+}
+
+
 class NotFinite(WeightsError):
     def __init__(self, where: str = "") -> None:
         super().__init__(f"{where}a scale is not a finite number: damaged. Fetch the file again.")
@@ -34,6 +42,15 @@ def expand(blocks: Tensor, kind: str) -> Tensor:
         flat = part.reshape(-1, part.shape[-1])
         out[first : first + step] = _EXPANDERS[kind](flat).view(part.shape[0], -1)
     return out
+
+
+def check_factors(blocks: Tensor, kind: str) -> None:
+    """Raises NotFinite unless every fp16 factor of [rows, blocks per row, bytes per block] is
+    finite. Reads some rows at a time, as `expand` does."""
+    step = max(1, _SLICE_ELEMENTS // max(1, blocks.shape[1] * BLOCK_SIZES[kind][0]))
+    for part in torch.split(blocks, step):
+        for at in _FACTORS_AT[kind]:
+            scales(part[..., at : at + 2])
 
 
 def scales(raw: Tensor) -> Tensor:

@@ -1,12 +1,8 @@
-"""The tensors of a GGUF file as weights.
-
-Q8_0, Q4_0 and Q4_1 keep their bits and only change layout (int8 and int4); F32, F16 and BF16 are
-views of the mapped file, and so are the blocks of Q5 and K types.
-"""
+"""The tensors of a GGUF file as weights: views of the mapped file, matrices as blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +11,8 @@ import torch
 from torch import Tensor
 
 from coterie.weights.formats.gguf import GGUFFile, TensorInfo
-from coterie.weights.formats.gguf_blocks import BLOCK_SIZES, expand, scales
-from coterie.weights.kinds import BLOCK_KINDS
-from coterie.weights.quantize import DenseWeight, GgufBlocks, Int4Weight, Int8Weight, Weight
+from coterie.weights.formats.gguf_blocks import BLOCK_SIZES, expand
+from coterie.weights.quantize import DenseWeight, GgufBlocks, Weight
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -43,8 +38,8 @@ def read_tensor(
 
 
 def decode(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Weight:
-    """The weight in `raw` (uint8, flat), which is stored as `kind`. Plain types are views of `raw`
-    if it is aligned; so are matrices of Q5 and K types."""
+    """The weight in `raw` (uint8, flat), which is stored as `kind`. Matrices are views of `raw`, of
+    plain types if it is aligned."""
     if kind in _PLAIN:
         dtype = _PLAIN[kind]
         aligned = raw.data_ptr() % dtype.itemsize == 0 == raw.storage_offset() % dtype.itemsize
@@ -53,35 +48,6 @@ def decode(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Weight:
     rows = raw.numel() // nbytes * elements // shape[-1]
     # [rows, blocks per row, bytes per block]
     blocks = raw.view(rows, shape[-1] // elements, nbytes)
-    if len(shape) == 2 and kind.lower() in BLOCK_KINDS:
-        return GgufBlocks(kind.lower(), blocks.view(rows, -1))
-    if len(shape) == 2 and kind in _KEPT:
-        weight = _KEPT[kind](blocks)
-        if weight is not None:
-            return weight
+    if len(shape) == 2:
+        return GgufBlocks(kind, blocks.view(rows, -1))
     return DenseWeight(expand(blocks, kind).view(shape))
-
-
-def _keep_q8_0(blocks: Tensor) -> Int8Weight:
-    q = blocks[..., 2:].reshape(blocks.shape[0], -1).view(torch.int8)
-    return Int8Weight(q, scales(blocks[..., :2]))
-
-
-def _keep_q4_0(blocks: Tensor) -> Int4Weight | None:
-    scale = scales(blocks[..., :2])
-    minimum = scale * -8
-    if not bool(torch.isfinite(minimum).all()):
-        return None  # 8 * scale exceeds fp16: only fp32 holds this tensor exactly
-    return Int4Weight(blocks[..., 2:].reshape(blocks.shape[0], -1), scale, minimum)
-
-
-def _keep_q4_1(blocks: Tensor) -> Int4Weight:
-    q = blocks[..., 4:].reshape(blocks.shape[0], -1)
-    return Int4Weight(q, scales(blocks[..., :2]), scales(blocks[..., 2:4]))
-
-
-_KEPT: dict[str, Callable[[Tensor], Weight | None]] = {
-    "Q8_0": _keep_q8_0,
-    "Q4_0": _keep_q4_0,
-    "Q4_1": _keep_q4_1,
-}

@@ -39,7 +39,7 @@ def blocks(kind: str, rows: int, width: int) -> GgufBlocks:
     at, count, per_unit = _FACTORS[kind]
     factors = (torch.rand(rows, width // elements, count) * width**-0.5 / per_unit).half()
     data[..., at : at + 2 * count] = factors.view(torch.uint8)
-    return GgufBlocks(kind, data.flatten(1))
+    return GgufBlocks(kind.upper(), data.flatten(1))
 
 
 def fitting(kind: str, width: int) -> int:

@@ -1,7 +1,8 @@
 // Packing: stored weights -> panels of 16 output rows, k sequential inside a panel.
 //   f32   [k][16]
 //   bf16  [k/2][16][2]                       (also the tile layout of AMX)
-// The quantised ones: formats.h. int8 and int4 come as their parts, GGUF's types as its rows of blocks.
+// The quantised ones: formats.h. int8 and int4 come as their parts or as GGUF's blocks, its other types
+// as blocks.
 #include <atomic>
 
 #include "formats.h"
@@ -10,6 +11,9 @@
 // Sixteen rows of one panel; rows past the end are zeros.
 struct PanelRows {
     const uint8_t* at[PANEL];
+    PanelRows(const PanelRows& rows, int64_t offset) {
+        for (int r = 0; r < PANEL; ++r) at[r] = rows.at[r] + offset;
+    }
     PanelRows(const void* base, int64_t panel, int64_t n, int64_t row_bytes) {
         static thread_local Buffer zeros;  // the widest of a call's sources comes first
         for (int64_t r = 0; r < PANEL; ++r) {
@@ -81,6 +85,60 @@ static void pack_int4(int64_t n, int64_t k, const void* q, const void* scale, co
         gather_halves(scales, g, dst + 256);
         gather_halves(minima, g, dst + 256 + 2 * PANEL);
     }
+}
+
+static bool all_finite(const uint8_t* halves, int count) {
+    bool finite = true;
+    for (int i = 0; i < count; ++i) finite &= (halves[2 * i + 1] & 0x7c) != 0x7c;
+    return finite;
+}
+
+// Sixteen fp16 values times -8, which is exact; those too large become infinite.
+static void times_minus_8(const uint8_t* halves, uint8_t* out) {
+    for (int r = 0; r < PANEL; ++r) {
+        uint16_t h;
+        memcpy(&h, halves + 2 * r, 2);
+        const uint32_t sign = ~h & 0x8000u, magnitude = h & 0x7fffu;
+        uint32_t value = magnitude + (3 << 10);
+        if (value >= 0x7c00) value = 0x7c00;
+        if (magnitude < 0x400) {  // subnormal: a multiple of 2^-24
+            const uint32_t units = magnitude << 3;
+            int exponent = 0;
+            while (units >> exponent >= 0x800) ++exponent;
+            value = units < 0x400 ? units : (uint32_t(exponent) << 10) + (units >> exponent);
+        }
+        h = uint16_t(sign | value);
+        memcpy(out + 2 * r, &h, 2);
+    }
+}
+
+// Blocks of Q8_0: fp16 scale, 32 bytes of q.
+static Status pack_q8_0(int64_t n, int64_t k, const void* src, int64_t panel, uint8_t* dst) {
+    const PanelRows rows(src, panel, n, k / GROUP * 34);
+    bool finite = true;
+    for (int64_t at = 0; at < k / GROUP * 34; at += 34, dst += Int8Format::BYTES) {
+        interleave(PanelRows(rows, at + 2), 0, 8, W_OFFSET ? 0x80808080u : 0u, dst);
+        gather_halves(PanelRows(rows, at), 0, dst + 512);
+        finite &= all_finite(dst + 512, PANEL);
+    }
+    return finite ? DONE : NOT_FINITE;
+}
+
+// Blocks of Q4_0 and Q4_1: fp16 scale, of Q4_1 minimum, 16 bytes of nibbles. Q4_0's minimum is -8 scales.
+template <int MINIMA> static Status pack_q4(int64_t n, int64_t k, const void* src, int64_t panel, uint8_t* dst) {
+    constexpr int BYTES = 18 + 2 * MINIMA;
+    const PanelRows rows(src, panel, n, k / GROUP * BYTES);
+    bool finite = true, held = true;
+    for (int64_t at = 0; at < k / GROUP * BYTES; at += BYTES, dst += Int4Format::BYTES) {
+        uint8_t *const scales = dst + 256, *const minima = scales + 2 * PANEL;
+        interleave(PanelRows(rows, at + 2 + 2 * MINIMA), 0, 4, 0, dst);
+        gather_halves(PanelRows(rows, at), 0, scales);
+        if (MINIMA) gather_halves(PanelRows(rows, at + 2), 0, minima);
+        else times_minus_8(scales, minima);
+        finite &= all_finite(scales, PANEL * (1 + MINIMA));
+        held &= all_finite(minima, PANEL);
+    }
+    return !finite ? NOT_FINITE : held ? DONE : NOT_HELD;
 }
 
 // What one row of a group becomes: its nibbles in the order of a panel, and its higher bits.
@@ -176,14 +234,7 @@ struct Q6KBlocks {  // 128 bytes of nibbles, 64 of two bits, 16 int8 scales, d
     }
 };
 
-static bool all_finite(const uint8_t* halves, int count) {
-    bool finite = true;
-    for (int i = 0; i < count; ++i) finite &= (halves[2 * i + 1] & 0x7c) != 0x7c;
-    return finite;
-}
-
-// Whether every factor is a finite number.
-template <class B> static bool pack_blocks(int64_t n, int64_t k, const void* src, int64_t panel, uint8_t* dst) {
+template <class B> static Status pack_blocks(int64_t n, int64_t k, const void* src, int64_t panel, uint8_t* dst) {
     using F = typename B::Panel;
     constexpr int GROUPS = F::SPAN / GROUP;
     constexpr int GROUP_BYTES = NIBBLE_BYTES + B::HIGH_BYTES;
@@ -204,7 +255,7 @@ template <class B> static bool pack_blocks(int64_t n, int64_t k, const void* src
             interleave(PanelRows(nibbles, 0, PANEL, 16), 0, 4, 0, out);
         }
     }
-    return finite;
+    return finite ? DONE : NOT_FINITE;
 }
 
 extern "C" {
@@ -213,34 +264,39 @@ int64_t ct_packed_bytes(int32_t kind, int64_t n, int64_t k) {
     return (n + PANEL - 1) / PANEL * panel_bytes(kind, k);
 }
 
-// q: fp32, bf16, int8 [n, k], nibbles [n, k/2] or the blocks of n rows; scale and minimum: fp16
-// [n, k/32], of int8 and int4 alone. NOT_FINITE: a factor of a block is no finite number.
-int32_t ct_pack(int32_t kind, int64_t n, int64_t k, const void* q, const void* scale,
+// source: a Kind or Source; q: fp32, bf16, int8 [n, k], nibbles [n, k/2] or the blocks of n rows; scale and
+// minimum: fp16 [n, k/32], of the kinds int8 and int4 alone. NOT_FINITE: a factor of a block is no finite
+// number. NOT_HELD: a minimum of Q4_0 is beyond fp16.
+int32_t ct_pack(int32_t source, int64_t n, int64_t k, const void* q, const void* scale,
              const void* minimum, uint8_t* dst, int64_t threads) {
-    const int64_t bytes = panel_bytes(kind, k);
-    std::atomic<bool> finite{true};
+    const int64_t bytes = panel_bytes(source == SOURCE_Q8_0 ? KIND_INT8 : source > SOURCE_Q8_0 ? KIND_INT4 : source, k);
+    std::atomic<Status> worst{DONE};
     auto body = [&](Team& team) {
         team.share((n + PANEL - 1) / PANEL, 4, [&](int64_t begin, int64_t end) {
             for (int64_t panel = begin; panel < end; ++panel) {
                 uint8_t* const to = dst + panel * bytes;
-                bool sound = true;
-                switch (kind) {
+                Status status = DONE;
+                switch (source) {
                     case KIND_F32: pack_f32(n, k, q, panel, to); break;
                     case KIND_BF16: pack_bf16(n, k, q, panel, to); break;
                     case KIND_INT8: pack_int8(n, k, q, scale, panel, to); break;
                     case KIND_INT4: pack_int4(n, k, q, scale, minimum, panel, to); break;
-                    case KIND_Q5_0: sound = pack_blocks<Q5Blocks<0>>(n, k, q, panel, to); break;
-                    case KIND_Q5_1: sound = pack_blocks<Q5Blocks<1>>(n, k, q, panel, to); break;
-                    case KIND_Q4K: sound = pack_blocks<KBlocks<0>>(n, k, q, panel, to); break;
-                    case KIND_Q5K: sound = pack_blocks<KBlocks<1>>(n, k, q, panel, to); break;
-                    default: sound = pack_blocks<Q6KBlocks>(n, k, q, panel, to);
+                    case SOURCE_Q8_0: status = pack_q8_0(n, k, q, panel, to); break;
+                    case SOURCE_Q4_0: status = pack_q4<0>(n, k, q, panel, to); break;
+                    case SOURCE_Q4_1: status = pack_q4<1>(n, k, q, panel, to); break;
+                    case KIND_Q5_0: status = pack_blocks<Q5Blocks<0>>(n, k, q, panel, to); break;
+                    case KIND_Q5_1: status = pack_blocks<Q5Blocks<1>>(n, k, q, panel, to); break;
+                    case KIND_Q4K: status = pack_blocks<KBlocks<0>>(n, k, q, panel, to); break;
+                    case KIND_Q5K: status = pack_blocks<KBlocks<1>>(n, k, q, panel, to); break;
+                    default: status = pack_blocks<Q6KBlocks>(n, k, q, panel, to);
                 }
-                if (!sound) finite = false;
+                // NOT_FINITE is the graver one
+                if (status == NOT_FINITE || (status == NOT_HELD && worst == DONE)) worst = status;
             }
         });
     };
     const int32_t status = status_of([&] { run_team(int(threads), 1, body); });
-    return status == DONE && !finite ? NOT_FINITE : status;
+    return status == DONE ? worst.load() : status;
 }
 
 int32_t ct_weight_offset() { return W_OFFSET; }

@@ -23,7 +23,7 @@ struct Phase {
 };
 
 // What an entry point returns.
-enum Status : int32_t { DONE, NO_MEMORY, NOT_FINITE };
+enum Status : int32_t { DONE, NO_MEMORY, NOT_FINITE, NOT_HELD };
 
 // memory.cpp: whether call(data) came to its end; not if memory was refused to it.
 bool has_run(void (*call)(void*), void* data);

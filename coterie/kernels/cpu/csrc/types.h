@@ -5,6 +5,9 @@
 // in the order of kernels/formats.py
 enum Kind : int32_t { KIND_F32, KIND_BF16, KIND_INT8, KIND_INT4, KIND_Q5_0, KIND_Q5_1, KIND_Q4K, KIND_Q5K, KIND_Q6K };
 
+// a file's blocks that become panels of int8 and int4
+enum Source : int32_t { SOURCE_Q8_0 = 64, SOURCE_Q4_0, SOURCE_Q4_1 };
+
 // The rows of one stored weight, packed into ceil(rows / 16) panels.
 struct Part {
     int32_t kind;
