@@ -29,6 +29,7 @@ import torch
 from benchmarks.gpu_runs import STEP_TOKENS, WARM, Sizes, percentiles
 from benchmarks.random_models import RandomCheckpoint, make_prompts, write_tokenizer
 from coterie.core.adapters import AdapterSettings
+from coterie.models.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from coterie.models.base import CausalLM
@@ -125,7 +126,8 @@ class LlmFront:
 
         def build(spec: WorkerSpec) -> host.EngineHost:
             parts = host.EngineResources(1, None, None, graphs)
-            return host._host(spec, checkpoint, model, kv_bytes, parts)
+            tokenizer = load_tokenizer(Path(spec.model))
+            return host._host(spec, checkpoint, model, kv_bytes, tokenizer, parts)
 
         usual = host.build_engine
         host.build_engine = build  # type: ignore[assignment]

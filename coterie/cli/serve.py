@@ -19,6 +19,8 @@ from coterie.core import spawn
 from coterie.core.config import LOG_LEVELS, Config, ServerSettings, SpecialistSettings, load
 from coterie.core.encoders import ENCODER, STATIC
 from coterie.core.errors import ConfigError, MissingDependency
+from coterie.workers import early
+from coterie.workers.memory import cores
 
 HELP = "serve models over HTTP: OpenAI, Anthropic and native APIs"
 EPILOG = """\
@@ -222,6 +224,18 @@ def execute(args: argparse.Namespace) -> int:
     private_folder(state_dir() / "run")
     private_folder(state_dir())
     listener = listen(config.server)
+    local = [specialist for specialist in config.specialists if not specialist.remote.url]
+    # of several specialists it is not known yet how many engines share the cores
+    if len(local) == 1 and local[0].replicas == 1:
+        early.begin(config.engine.threads or cores())
+    try:
+        _run(config, listener, args)
+    finally:
+        early.discard()
+    return 0
+
+
+def _run(config: Config, listener: socket.socket, args: argparse.Namespace) -> None:
     from coterie.service.config_check import check, expected_names
 
     # what is wrong is said before anything is fetched
@@ -237,7 +251,6 @@ def execute(args: argparse.Namespace) -> int:
     configure_log(config.server.log_level)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(config, listener, lambda: settings(args)))
-    return 0
 
 
 async def _serve(config: Config, listener: socket.socket, read: Callable[[], Config]) -> None:

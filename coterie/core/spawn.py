@@ -232,7 +232,12 @@ async def start(
 ) -> AsyncProcess:
     """Like `spawn`, on the event loop, which is blocked until the program is loaded: a
     millisecond."""
-    process = AsyncProcess(spawn(command, env, stdin=stdin, stdout=stdout, stderr=stderr))
+    return await adopt(spawn(command, env, stdin=stdin, stdout=stdout, stderr=stderr))
+
+
+async def adopt(child: ChildProcess) -> AsyncProcess:
+    """A process of `spawn` for the event loop. Kills it if that is cancelled."""
+    process = AsyncProcess(child)
     connecting = asyncio.ensure_future(process.connect())
     try:
         # if uvloop is cancelled while it takes over a pipe, the pipe is closed twice

@@ -7,6 +7,7 @@ config keys. A tensor is read only when requested, as stored. Pickle files are n
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -152,6 +153,14 @@ class GGUFCheckpoint:
         head = bytearray(self._data[self._file.path][: self._file.metadata_bytes].tobytes())
         head[8:16] = bytes(8)  # the number of tensors
         return bytes(head)
+
+    def take_header(self) -> GGUFFile:
+        """The header for a tokenizer, once: its texts are not kept here after that."""
+        metadata = self._file.metadata
+        texts = [key for key, value in metadata.items() if isinstance(value, list)]
+        kept = {key: value for key, value in metadata.items() if key not in texts}
+        taken, self._file = self._file, replace(self._file, metadata=kept)
+        return taken
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self._names:

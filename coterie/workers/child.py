@@ -1,10 +1,13 @@
 """The worker process, `python -m coterie.workers.child SOCKET`: one engine. It ends with its
-parent: see lifeline.py. Its first message is the `WorkerSpec`.
+parent: see lifeline.py. Its first message is the `WorkerSpec`; of one that is begun early, with
+`-` for the socket, the address is before it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import sys
 import threading
 from collections.abc import Sequence
@@ -16,7 +19,8 @@ from coterie.core.value_check import fault_of
 from coterie.obs.log import configure, log
 from coterie.workers import wire
 from coterie.workers.contract import ReplicaInfo, WorkerCommand, WorkerReport
-from coterie.workers.lifeline import end, end_with_parent, first_message
+from coterie.workers.early import ADDRESS_FOLLOWS
+from coterie.workers.lifeline import end, end_with_parent, next_message, show_life
 from coterie.workers.loop import first_report, serve
 
 
@@ -48,21 +52,26 @@ class WorkerChannel:
 
 
 def main(address: str) -> int:
-    spec = wire.decode_spec(first_message())
+    show_life()
+    if address == ADDRESS_FOLLOWS:
+        address = _begun_early()
+    spec = wire.decode_spec(next_message())
     configure(spec.log_level)
     end_with_parent()
     channel = WorkerChannel(address)
     try:
         # import torch only now: it takes seconds, and the lifeline must already be watched. What an
         # import makes stays to the end: looking for garbage in it would take a tenth longer.
+        # The same holds for the texts of a tokenizer and the objects of a model.
         gc.disable()
         from coterie.workers.host import build_engine
 
         gc.freeze()
-        gc.enable()
         host = build_engine(spec)
-        # the model stays too: no collection between two steps looks at it
+        gc.collect()
+        # no collection between two steps looks at what stays
         gc.freeze()
+        gc.enable()
         if (fault := fault_of(host.info, ReplicaInfo)) is not None:
             raise InternalError(f"what was loaded cannot be told: {fault}")
     except CoterieError as error:
@@ -80,6 +89,15 @@ def main(address: str) -> int:
     host.close()
     channel.close()
     return 0
+
+
+def _begun_early() -> str:
+    """Imports the engine while nobody has said yet what to load. Returns the socket's address."""
+    gc.disable()
+    # reported once there is somebody to report it to
+    with contextlib.suppress(CoterieError):
+        importlib.import_module("coterie.workers.host")
+    return next_message().decode()
 
 
 def _read_command(message: bytes) -> WorkerCommand:

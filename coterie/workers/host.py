@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,17 +39,10 @@ from coterie.models.build.mixed_graph import mixed_sizes
 from coterie.models.build.moe import MoeRequirements, store_of
 from coterie.models.build.piece_graph import piece_sizes
 from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
-from coterie.moe.planner.auto import chooser, known_costs
-from coterie.moe.planner.real_runs import learn_from
 from coterie.moe.runtime.budget import TierNeeds, free_host_bytes, graph_room
-from coterie.moe.runtime.residency import residency
-from coterie.moe.runtime.runtime import ExpertRuntime, open_experts
-from coterie.moe.runtime.setup import sizes_of
-from coterie.moe.runtime.trace import Trace
-from coterie.moe.runtime.usage import StepSampler
 from coterie.obs.log import log
-from coterie.weights.checkpoint import Checkpoint, open_checkpoint
-from coterie.weights.shortage import is_shortage
+from coterie.weights.checkpoint import Checkpoint, GGUFCheckpoint, open_checkpoint
+from coterie.weights.shortage import is_shortage, started
 from coterie.workers import memory
 from coterie.workers.contract import (
     AdapterInfo,
@@ -63,6 +57,8 @@ from coterie.workers.warmup import SAVE_EVERY_S, HeatmapFile, heatmap_path, refi
 if TYPE_CHECKING:
     from coterie.core.plan import AdapterChoice
     from coterie.moe.runtime.heatmap import Heatmap
+    from coterie.moe.runtime.runtime import ExpertRuntime
+    from coterie.moe.runtime.trace import Trace
     from coterie.moe.store.base import ExpertGeometry, ExpertStore
 
 # generation_config keys that affect requests; the others are not sent to the gateway
@@ -90,8 +86,7 @@ class EngineHost:
 
     def residency(self) -> tuple[MoeResidency, ...]:
         """Where the experts are; empty if there are none to show."""
-        runtime = None if self.experts is None else self.experts.runtime
-        found = None if runtime is None else residency(runtime)
+        found = None if self.experts is None else self.experts.residency()
         return () if found is None else (found,)
 
     def close(self) -> None:
@@ -132,6 +127,7 @@ def _build(spec: WorkerSpec, progress: Progress | None) -> EngineHost:
         kv_bytes = kv_bytes or _moe_kv_bytes(spec, shape, checkpoint, device)
         experts = MoeHost(Path(spec.model), spec.dispatch, kv_bytes, graph_bytes)
         experts.block_size = _elastic_block_size(spec)
+    reading = _TokenizerReading(Path(spec.model), checkpoint)
     model = load_model(
         checkpoint,
         dtype=spec.dtype,
@@ -146,12 +142,32 @@ def _build(spec: WorkerSpec, progress: Progress | None) -> EngineHost:
         graphs = model.limit_graphs(graph_bytes)
         kv_bytes = kv_bytes or _auto_kv_bytes(spec, model, 0 if graphs is None else graph_bytes)
         parts = EngineResources(threads, experts, adapters, graphs)
-        return _host(spec, checkpoint, model, kv_bytes, parts)
+        return _host(spec, checkpoint, model, kv_bytes, reading.result(), parts)
     except BaseException:
         if adapters is not None:
             adapters.close()
         model.close()
         raise
+
+
+class _TokenizerReading:
+    """Reads a tokenizer on a thread, while the weights are packed."""
+
+    def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
+        self._path = path
+        self._header = checkpoint.take_header() if isinstance(checkpoint, GGUFCheckpoint) else None
+        self._found: Future[Tokenizer] = Future()
+        started(self._read, "tokenizer", 1)
+
+    def result(self) -> Tokenizer:
+        return self._found.result()
+
+    def _read(self) -> None:
+        header, self._header = self._header, None
+        try:
+            self._found.set_result(load_tokenizer(self._path, header))
+        except BaseException as error:
+            self._found.set_exception(error)
 
 
 def _elastic_block_size(spec: WorkerSpec) -> int:
@@ -176,7 +192,12 @@ class EngineResources(NamedTuple):
 
 
 def _host(
-    spec: WorkerSpec, checkpoint: Checkpoint, model: CausalLM, kv_bytes: int, parts: EngineResources
+    spec: WorkerSpec,
+    checkpoint: Checkpoint,
+    model: CausalLM,
+    kv_bytes: int,
+    tokenizer: Tokenizer,
+    parts: EngineResources,
 ) -> EngineHost:
     threads, experts, adapters, graphs = parts
     whole_prompts = experts is not None and experts.walks_groups
@@ -184,7 +205,6 @@ def _host(
     wanted = tuple(lane.for_device(kind, copies) for lane in spec.lanes)
     model.chunk_tokens = max(lane.max_step_tokens for lane in wanted)
     lanes = plan_lanes(wanted, model, kv_bytes, whole_prompts)
-    tokenizer = load_tokenizer(Path(spec.model))
     engine = Engine(
         model,
         tokenizer,
@@ -425,7 +445,8 @@ def reserve_adapters(spec: WorkerSpec, device: str) -> AdapterReservation | None
 
 class MoeHost:
     """The MoE experts of an engine: their runtime, heatmap and trace. `open` is passed to
-    `load_model`."""
+    `load_model`. Imports what only models with experts need when it is needed: a dense one is ready
+    a quarter of a second earlier."""
 
     def __init__(
         self, model: Path, settings: MoeSettings, kv_bytes: int, graph_bytes: int = 0
@@ -439,6 +460,10 @@ class MoeHost:
         self.runtime: ExpertRuntime | None = None
 
     def open(self, requirements: MoeRequirements) -> ExpertRuntime:
+        from coterie.moe.planner.auto import chooser, known_costs
+        from coterie.moe.runtime.runtime import open_experts
+        from coterie.moe.runtime.usage import StepSampler
+
         settings = self._settings
         store = store_of(requirements, settings.reads)
         kv, nbytes = requirements.shared_kv(settings, self._kv_bytes, self.block_size)
@@ -468,6 +493,8 @@ class MoeHost:
     def _graph_room(self, store: ExpertStore, device: str) -> int:
         if not self._graph_bytes:
             return 0
+        from coterie.moe.runtime.setup import sizes_of
+
         free, _ = torch.cuda.mem_get_info(device)
         ram = free_host_bytes()
         needs = TierNeeds(True, False, free, ram, self._kv_bytes, one_memory=False)
@@ -492,8 +519,16 @@ class MoeHost:
         if self._settings.warmup == "hybrid":
             refine(engine, tokenizer, lane.name, lane.context)
 
+    def residency(self) -> MoeResidency | None:
+        """Where the experts are; None if there is nothing to show."""
+        from coterie.moe.runtime.residency import residency
+
+        return None if self.runtime is None else residency(self.runtime)
+
     def record(self) -> Trace:
         """From now on, record which experts every step uses."""
+        from coterie.moe.runtime.trace import Trace
+
         assert self.runtime is not None
         self.runtime.trace = trace = Trace(self.runtime.geometry)
         return trace
@@ -528,6 +563,8 @@ class MoeHost:
 
     def _learn(self, runtime: ExpertRuntime) -> None:
         """What real steps took corrects later plans."""
+        from coterie.moe.planner.real_runs import learn_from
+
         self._learnt_at = time.monotonic()
         try:
             learn_from(runtime)

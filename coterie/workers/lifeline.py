@@ -26,9 +26,18 @@ LENGTH = struct.Struct("<Q")
 
 def first_message() -> bytes:
     """Starts the heartbeat and waits for the parent's first message."""
+    show_life()
+    return next_message()
+
+
+def show_life() -> None:
+    """Ignores the group's signals and starts the heartbeat."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_beat, args=(_heartbeat(),), name="heartbeat", daemon=True).start()
+
+
+def next_message() -> bytes:
     (length,) = LENGTH.unpack(_read(LENGTH.size))
     return _read(length)
 

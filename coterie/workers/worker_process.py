@@ -22,10 +22,10 @@ import zmq
 from coterie.core.errors import InternalError, Unavailable, from_code
 from coterie.core.own_folder import make_own_folder, release_own_folder
 from coterie.core.private_files import private_folder
-from coterie.core.spawn import PIPE, AsyncProcess, environment, start
+from coterie.core.spawn import PIPE, AsyncProcess, adopt, start
 from coterie.obs.log import log
 from coterie.weights.home import state_dir
-from coterie.workers import wire
+from coterie.workers import early, wire
 from coterie.workers.contract import ReplicaInfo, WorkerCommand, WorkerReport, WorkerSpec
 from coterie.workers.lifeline import LENGTH
 
@@ -230,14 +230,18 @@ class WorkerProcess:
 
 
 async def _launch(address: str, spec: ProcessSpec, module: str) -> AsyncProcess:
-    env = environment()
-    if spec.threads:
-        env["OMP_NUM_THREADS"] = str(spec.threads)
-    command = [sys.executable, "-m", module, address]
-    process = await start(command, env, stdin=PIPE, stdout=PIPE)
+    begun = early.take(spec.threads) if module == ENGINE_PROGRAM.module else None
+    messages = [wire.encode(spec)]
+    if begun is not None:
+        process = await adopt(begun)
+        messages.insert(0, address.encode())
+    else:
+        command = [sys.executable, "-m", module, address]
+        env = early.worker_environment(spec.threads)
+        process = await start(command, env, stdin=PIPE, stdout=PIPE)
     assert process.stdin is not None
-    payload = wire.encode(spec)
-    process.stdin.write(LENGTH.pack(len(payload)) + payload)
+    for message in messages:
+        process.stdin.write(LENGTH.pack(len(message)) + message)
     return process
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 
 # SentencePiece makes pieces of at most 16 characters; longer ones are added tokens
 _MAX_PIECE_CHARS = 256
+
+_SPLIT_AT_SPACE = methodcaller("split", " ")
 
 _SPECIALS = {
     "bos_token": "bos_token_id",
@@ -127,14 +130,15 @@ class _Facts:
         merges = self.get("merges")
         if not isinstance(merges, list):
             raise self.broken("it has no tokenizer.ggml.merges")
-        pairs = [tuple(merge.split(" ")) for merge in merges]
-        if any(len(pair) != 2 for pair in pairs):
-            raise self.broken("an entry of tokenizer.ggml.merges is not a pair")
-        return [(pair[0], pair[1]) for pair in pairs]
+        try:
+            return [(left, right) for left, right in map(_SPLIT_AT_SPACE, merges)]
+        except ValueError:
+            raise self.broken("an entry of tokenizer.ggml.merges is not a pair") from None
 
     def vocab(self) -> dict[str, int]:
         """A text that occurs twice has its first id."""
-        return {token: index for index, token in reversed(list(enumerate(self.tokens)))}
+        last = len(self.tokens) - 1
+        return dict(zip(reversed(self.tokens), range(last, -1, -1), strict=True))
 
     def _numbers(self, key: str, default: Any) -> Any:
         values = self.get(key)

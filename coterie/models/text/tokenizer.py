@@ -29,7 +29,7 @@ from coterie.models.text.chat_template import ChatTemplate, request_template
 from coterie.models.text.gguf_tokenizer import rebuild_tokenizer
 from coterie.models.text.tool_format import ToolSupport, tool_support, turns_of
 from coterie.weights.files import read_json
-from coterie.weights.formats.gguf import read_gguf
+from coterie.weights.formats.gguf import GGUFFile, only_gguf, read_gguf
 from coterie.weights.formats.gguf_config import hf_generation
 
 # one text at a time has no use for a pool of threads, which ends the process where the system
@@ -75,15 +75,18 @@ class _Parts:
     recommended: ModelRecommendation = NO_RECOMMENDATION
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """For a GGUF file, a directory with one, or a Hugging Face directory."""
+def load_tokenizer(path: Path, header: GGUFFile | None = None) -> Tokenizer:
+    """For a GGUF file, a directory with one, or a Hugging Face directory. `header`: of the GGUF
+    file, if it was read before."""
     path = Path(path)
+    if header is not None:
+        return Tokenizer(_from_gguf(header))
     if path.is_dir():
-        inside = sorted(path.glob("*.gguf"))
-        if len(inside) != 1 or (path / "tokenizer.json").exists():
+        inside = only_gguf(path)
+        if inside is None or (path / "tokenizer.json").exists():
             return Tokenizer(_from_directory(path))
-        path = inside[0]
-    return Tokenizer(_from_gguf(path))
+        path = inside
+    return Tokenizer(_from_gguf(read_gguf(path)))
 
 
 class Tokenizer:
@@ -287,11 +290,10 @@ def _with_its_systems(chat: Chat, template: ChatTemplate) -> Chat:
     return replace(chat, messages=(Message("system", text), *others))
 
 
-def _from_gguf(path: Path) -> _Parts:
-    file = read_gguf(path)
+def _from_gguf(file: GGUFFile) -> _Parts:
     rebuilt = rebuild_tokenizer(file)
     ends = hf_generation(file).get("eos_token_id", [])
-    advice = recommended_for(gguf_names(path, file.metadata))
+    advice = recommended_for(gguf_names(file.path, file.metadata))
     return _Parts(rebuilt.backend, rebuilt.specials, rebuilt.chat_template, tuple(ends), advice)
 
 
@@ -436,26 +438,31 @@ class TokenBound:
 
 
 def token_bound(backend: tokenizers.Tokenizer) -> TokenBound | None:
-    parts: dict[str, Any] = json.loads(backend.to_str())
-    kinds = _normalizers(parts.get("normalizer"))
-    if kinds is None or not _keeps(parts.get("pre_tokenizer")) or parts.get("truncation"):
+    kinds = _normalizers(_settings_of(backend.normalizer))
+    if kinds is None or not _keeps(_settings_of(backend.pre_tokenizer)) or backend.truncation:
         return None
     # those also take any number of spaces
-    if any(token["lstrip"] or token["rstrip"] for token in parts.get("added_tokens", ())):
+    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
         return None
     vocab = backend.get_vocab(with_added_tokens=True)
-    if not _knows_ascii(parts["model"], vocab):
+    if not _knows_ascii(backend.model, vocab):
         return None
     characters = max(map(len, vocab))
     words = max(len(token.encode("ascii", "ignore").translate(None, _NO_WORD)) for token in vocab)
     return TokenBound(characters, max(words, 1), bool(kinds & _COMPOSING))
 
 
-def _knows_ascii(model: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
+def _settings_of(part: Any) -> Any:
+    """A normalizer or splitter as in a tokenizer.json: of the part alone, since the whole file has
+    the vocabulary too."""
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _knows_ascii(model: tokenizers.models.Model, vocab: Mapping[str, int]) -> bool:
     """If not, a run of unknown characters may become one token, or none."""
-    if model.get("type") != "BPE":
+    if not isinstance(model, tokenizers.models.BPE):
         return False
-    if model.get("byte_fallback") and all(f"<0x{code:02X}>" in vocab for code in range(128)):
+    if model.byte_fallback and all(f"<0x{code:02X}>" in vocab for code in range(128)):
         return True
     return all(chr(code) in vocab for code in range(33, 127)) and ("Ġ" in vocab or "▁" in vocab)
 
