@@ -163,6 +163,8 @@ class OpenAIModel(BaseModel):
     sampling: dict[str, SampledWith]
     # added to chats without a system message
     system_prompt: str | None
+    # what its weights take in memory, without routed experts; null of a remote model or an expert
+    weight_bytes: int | None
 
 
 class EncoderUsage(BaseModel):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.cli.options import fetch
-from coterie.cli.terminal import facts
+from coterie.cli.terminal import facts, nbytes
 
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
+    from coterie.weights.checkpoint import Checkpoint
 
 HELP = "show what a model is, its sampling and where each value comes from"
 EPILOG = """\
@@ -62,8 +64,25 @@ def inspected(path: Path) -> dict[str, Any]:
         "context": config.get("max_position_embeddings"),
         "chat_template": tokenizer.chat_template is not None,
         "recommended": {"model": advice.name, "source": advice.source} if advice.name else None,
+        "weights": _weights(checkpoint),
         "sampling": {name: asdict(value) for name, value in values.items()},
         "system_prompt": {"source": source, "text": text},
+    }
+
+
+def _weights(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Bytes in the file, by type, and of the matrices in memory."""
+    from coterie.models.weight_sizes import matrix_bytes
+
+    stored: Counter[str] = Counter()
+    for name in checkpoint.names():
+        stored[checkpoint.stored_as(name)] += checkpoint.extent(name).nbytes
+    tied = bool(checkpoint.config.get("tie_word_embeddings"))
+    return {
+        "file_bytes": stored.total(),
+        "stored_as": dict(stored.most_common()),
+        "memory_bytes": matrix_bytes(checkpoint, "auto", "cpu", tied=tied),
+        "gpu_memory_bytes": matrix_bytes(checkpoint, "auto", "cuda", tied=tied),
     }
 
 
@@ -80,6 +99,7 @@ def _shown(found: dict[str, Any]) -> str:
         ("path", found["path"]),
         ("format", found["format"]),
         ("architecture", found["architecture"]),
+        ("weights", _sizes(found["weights"])),
         ("context", f"{found['context']} tokens" if found["context"] else "not stated"),
         ("chat template", "yes" if found["chat_template"] else "no"),
         ("recommended", f"{advice['model']}: {advice['source']}" if advice else "nothing is known"),
@@ -90,3 +110,11 @@ def _shown(found: dict[str, Any]) -> str:
     ]
     text = f": {system['text']}" if system["text"] else ""
     return facts([*lines, ("system prompt", f"{system['source']}{text}")])
+
+
+def _sizes(weights: dict[str, Any]) -> str:
+    kinds = ", ".join(f"{kind} {nbytes(size)}" for kind, size in weights["stored_as"].items())
+    return (
+        f"{nbytes(weights['file_bytes'])} in the file ({kinds}), {nbytes(weights['memory_bytes'])} "
+        f"in memory on a CPU, {nbytes(weights['gpu_memory_bytes'])} on a GPU"
+    )

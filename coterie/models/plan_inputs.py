@@ -23,6 +23,7 @@ from coterie.kernels.batch import AttentionBatch
 from coterie.models import plan_device
 from coterie.models.base import kv_bytes_per_token, load_model, read_spec, stored_dtype
 from coterie.models.build.moe import open_moe_store
+from coterie.models.weight_sizes import matrix_bytes
 from coterie.moe.planner import machine as machine_file
 from coterie.moe.planner.cost_curve import CostCurve
 from coterie.moe.planner.machine import BackboneTimes, MeasurementMark
@@ -83,12 +84,22 @@ class PlanInputs:
     def target(self) -> ComputeTarget:
         return ComputeTarget(self.device, torch.get_num_threads())
 
+    @property
+    def backbone_bytes(self) -> int:
+        """In memory: every matrix except the routed experts and an embedding that is not the
+        head, of which a step reads some rows."""
+        without = set(self.store.tensors())
+        if not self.spec.tied:
+            without |= {name for name in self.checkpoint.names() if "embed_tokens" in name}
+        given = self.checkpoint, self.dtype, self.device
+        return matrix_bytes(*given, tied=self.spec.tied, without=without)
+
     def planned_model(self, context: int = 0) -> PlannedModel:
         kept_as = stored_dtype(self.checkpoint, self.device) if self.dtype == "auto" else self.dtype
         return PlannedModel(
             geometry=self.store.geometry,
             sizes=sizes_of(self.store),
-            backbone_bytes=backbone_bytes(self.checkpoint, self.spec, self.store),
+            backbone_bytes=self.backbone_bytes,
             kv_token_bytes=kv_bytes_per_token(self.spec, kept_as),
             context=min(context or self.spec.max_positions, self.spec.max_positions),
             kind=self.store.layout(self.store.geometry.layers[0]).kinds[0],
@@ -107,7 +118,7 @@ class PlanInputs:
         is cheap."""
         if self.reads_in_place:
             return self._device_machine(again, say)
-        size = backbone_bytes(self.checkpoint, self.spec, self.store)
+        size = self.backbone_bytes
         cheap = size <= CHEAP_BYTES
         more_s = (LEAST_S + size / LOAD_BYTES_S) if cheap else 0.0
         said = []
@@ -191,16 +202,6 @@ def open_plan_inputs(
         raise ConfigError(f"{checkpoint.path}: {spec.architecture} has no experts to plan for")
     store = open_moe_store(checkpoint, spec.moe, spec.hidden, dtype, reads)
     return PlanInputs(checkpoint, spec, dtype, device, store)
-
-
-def backbone_bytes(checkpoint: Checkpoint, spec: ModelSpec, store: ExpertStore) -> int:
-    """As stored: every tensor except the routed experts and an embedding that is not the head."""
-    experts = store.tensors()
-    return sum(
-        checkpoint.extent(name).nbytes
-        for name in checkpoint.names()
-        if name not in experts and (spec.tied or "embed_tokens" not in name)
-    )
 
 
 ROWS = (1, 16, 128)

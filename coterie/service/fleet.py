@@ -125,6 +125,8 @@ class ModelCard:
     sampling: Mapping[str, SampledWith] = field(default_factory=dict)
     # added to chats without a system message; "" = nothing is
     system_prompt: str = ""
+    # in memory, without routed experts; 0 = another server has them, or the base model
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +360,7 @@ class Fleet:
             item.model,
             sampling=_default_sampling(item),
             system_prompt=system,
+            weight_bytes=item.info.weight_bytes,
         )
 
     def _adapter_card(

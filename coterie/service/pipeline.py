@@ -613,7 +613,13 @@ class Pipeline:
 
     def _encoder_cards(self, allowed: Sequence[str]) -> tuple[ModelCard, ...]:
         cards = {
-            item.name: ModelCard(item.name, item.created, item.context, item.model)
+            item.name: ModelCard(
+                item.name,
+                item.created,
+                item.context,
+                item.model,
+                weight_bytes=item.weight_bytes,
+            )
             for item in self.encoders.served.values()
             if not allowed or item.name in allowed
         }

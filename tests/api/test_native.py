@@ -36,6 +36,14 @@ def test_tokenize_a_chat(server: Served) -> None:
     assert usage["prompt_tokens"] == len(opened)
 
 
+def test_models_tell_what_their_weights_take(server: Served) -> None:
+    card = server.get("/v1/models").json["data"][0]
+    assert (
+        card["weight_bytes"]
+        == server.get("/health").json["specialists"][card["id"]]["weight_bytes"]
+    )
+
+
 def test_health(server: Served) -> None:
     health = server.get("/health")
     assert (health.status, health.json["ready"]) == (200, True)

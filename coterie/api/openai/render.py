@@ -174,4 +174,5 @@ def model_card(card: ModelCard, kind: str) -> Any:
         "kind": kind,
         "sampling": card.sampling,
         "system_prompt": card.system_prompt or None,
+        "weight_bytes": card.weight_bytes or None,
     }

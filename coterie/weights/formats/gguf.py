@@ -7,6 +7,7 @@ file before it is used, so that a truncated or malicious file causes a `WeightsE
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
@@ -36,12 +37,19 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     30: ("BF16", 1, 2),
 }
 
-# types that exist but are not supported, so that an error can name them
-_OTHER_TYPES = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
-    19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16",
-    26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+# types that exist but are not supported: an error names them and what the file would take instead
+_OTHER_TYPES: dict[int, tuple[str, int, int]] = {
+    9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2),
+    26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
 }  # fmt: skip
+
+# bytes per element of the smallest type that suits any matrix that such files have
+_LEAST_BYTES = {256: 144 / 256, 32: 18 / 32}
 
 # number of a metadata value type -> numpy type; 7 is bool, 8 string, 9 array
 _SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4",
@@ -196,6 +204,7 @@ class _Reader:
             metadata[key] = self._value(self._number("I", f"the type of {key!r}"), key)
         metadata_end = self.at
         raw = [self._tensor() for _ in range(num_tensors)]
+        self._refuse_other_types(raw)
         header = self.at
         start = _aligned(header, self._alignment(metadata))
         tensors = self._with_file_offsets(raw, start, self._alignment(metadata))
@@ -314,9 +323,10 @@ class _Reader:
         shape = tuple(self._number("Q", f"the shape of {name!r}") for _ in range(rank))[::-1]
         number = self._number("I", f"the type of {name!r}")
         offset = self._number("Q", f"the offset of {name!r}")
-        if number not in TENSOR_TYPES:
-            raise self._unknown_type(name, number)
-        kind, block, block_bytes = TENSOR_TYPES[number]
+        known = TENSOR_TYPES.get(number) or _OTHER_TYPES.get(number)
+        if known is None:
+            raise self.broken(f"tensor {name!r} has the unknown type {number}")
+        kind, block, block_bytes = known
         elements = 1
         for extent in shape:
             elements *= extent
@@ -325,13 +335,20 @@ class _Reader:
         nbytes = elements // block * block_bytes
         return TensorInfo(name, shape, kind, offset, nbytes, self.path)
 
-    def _unknown_type(self, name: str, number: int) -> WeightsError:
-        if number not in _OTHER_TYPES:
-            return self.broken(f"tensor {name!r} has the unknown type {number}")
-        known = ", ".join(kind for kind, _, _ in TENSOR_TYPES.values())
-        return WeightsError(
-            f"{self.path}: tensor {name!r} is stored as {_OTHER_TYPES[number]}, which is not "
-            f"supported. Use a file with {known}."
+    def _refuse_other_types(self, tensors: list[TensorInfo]) -> None:
+        supported = [kind for kind, _, _ in TENSOR_TYPES.values()]
+        others = [info for info in tensors if info.type not in supported]
+        if not others:
+            return
+        stored, whole = (sum(info.nbytes for info in group) for group in (others, tensors))
+        least = whole - stored + sum(_least_bytes(info) for info in others)
+        raise WeightsError(
+            f"{self.path}: {len(others)} of {len(tensors)} tensors, {_megabytes(stored)} of "
+            f"{_megabytes(whole)}, are stored as {', '.join(sorted({i.type for i in others}))}, "
+            f"which is not supported (the first is {others[0].name!r}). Nothing was loaded. With "
+            f"those as Q4_K or Q4_0 the model takes {_megabytes(least)}. Use a file with "
+            f"{', '.join(supported)}, or make one from the original weights: llama-quantize "
+            "F16.gguf OUT.gguf Q4_K_M."
         )
 
     def _alignment(self, metadata: dict[str, Any]) -> int:
@@ -364,3 +381,16 @@ class _Reader:
 
 def _aligned(position: int, alignment: int) -> int:
     return (position + alignment - 1) // alignment * alignment
+
+
+def _least_bytes(info: TensorInfo) -> int:
+    """Of a tensor in the smallest supported type that its rows fit; else as fp16."""
+    elements = math.prod(info.shape)
+    for block, each in _LEAST_BYTES.items():
+        if info.shape[-1] % block == 0:
+            return round(elements * each)
+    return 2 * elements
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB"
