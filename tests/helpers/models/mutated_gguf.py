@@ -1,7 +1,10 @@
-"""Loads mutations of a valid GGUF file and runs each that loads: `python -m ... BASE FIRST COUNT`.
+"""Loads mutations of valid GGUF files and runs each that loads: `python -m ... FIRST COUNT BASE...`
 
-Prints a line of JSON for each: its seed, what happened, its seconds and how far the memory of the
-process grew. A process of its own, because a fault in native code ends it.
+A base is a file, or the first part of a split one; seeds take them in turn. Most mutations are
+blind; others put a wrong value where a field of the table of tensors is, or into a block's scales,
+or drop, exchange or repeat a part. Prints a line of JSON for each: its seed, what happened, its
+seconds and how far the memory of the process grew. A process of its own, because a fault in native
+code ends it.
 """
 
 from __future__ import annotations
@@ -20,13 +23,15 @@ from coterie.core.events import Failed, Finished
 from coterie.core.lane import LaneConfig
 from coterie.core.plan import Assignment, Rejected
 from coterie.core.request import Limits, Sampling
-from coterie.weights.formats.gguf import read_gguf
+from coterie.weights.formats.gguf import TENSOR_TYPES, gguf_parts, read_gguf
 from coterie.workers.contract import WorkerSpec
 from coterie.workers.host import build_engine
 
 # values at which sizes, offsets and counts tend to overflow
 EXTREMES = (0, 1, 2, 7, 31, 33, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1)
 MAX_STEPS = 200
+# of a block
+TENSOR_BYTES = {name: nbytes for name, _, nbytes in TENSOR_TYPES.values()}
 
 
 def mutated(whole: bytes, header: int, seed: int) -> bytes:
@@ -58,6 +63,65 @@ def mutated(whole: bytes, header: int, seed: int) -> bytes:
             break
         header = min(header, len(data))
     return bytes(data)
+
+
+def aimed(data: bytearray, base: Path, draw: random.Random) -> None:
+    """Changes a shape, type, offset or scale of one tensor, or a field that says what is a part."""
+    info = draw.choice(list(read_gguf(base).tensors.values()))
+    name = info.name.encode()
+    if info.path != base or draw.random() < 0.1:
+        at = data.find(b"split." + draw.choice((b"no", b"count", b"tensors.count")))
+        if at > 0:
+            data[at + draw.randrange(12, 24)] ^= 1 << draw.randrange(8)
+        return
+    table = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
+    kind, rank = draw.randrange(5), len(info.shape)
+    if kind == 0:
+        extent = draw.choice((*EXTREMES, *(16 * draw.randrange(64) for _ in range(3))))
+        struct.pack_into("<Q", data, table + 4 + 8 * draw.randrange(rank), extent)
+    elif kind == 1:
+        struct.pack_into("<I", data, table + 4 + 8 * rank, draw.randrange(45))
+    elif kind == 2:
+        offset = draw.choice((*EXTREMES, 32 * draw.randrange(64), info.offset + 32))
+        struct.pack_into("<Q", data, table + 8 + 8 * rank, offset)
+    elif kind == 3:
+        struct.pack_into("<I", data, table, draw.choice((0, 1, 2, 3, 4, 5, 2**31)))
+    else:
+        block = TENSOR_BYTES[info.type]
+        at = info.offset + draw.randrange(info.nbytes // block) * block
+        at += 208 if info.type == "Q6_K" else 0
+        struct.pack_into("<H", data, at, draw.choice((0x7C00, 0xFC00, 0x7E00, 0x7BFF, 0x0001)))
+
+
+def write_mutation(base: Path, folder: Path, seed: int) -> Path:
+    """A mutation of all files of the model in `folder`, which is emptied first."""
+    draw = random.Random(seed)
+    for old in folder.iterdir():
+        old.unlink()
+    names = gguf_parts(base.name) or [base.name]
+    changed = draw.randrange(len(names))
+    for number, name in enumerate(names):
+        source = base.with_name(name)
+        data = source.read_bytes()
+        if number == changed and draw.random() < 0.4:
+            whole = bytearray(data)
+            aimed(whole, source, draw)
+            data = bytes(whole)
+        elif number == changed:
+            data = mutated(data, read_gguf(source).header_bytes, seed)
+        folder.joinpath(name).write_bytes(data)
+    if len(names) > 1 and draw.random() < 0.3:
+        first, second = (folder / name for name in draw.sample(names, 2))
+        match draw.randrange(3):
+            case 0:
+                first.unlink()
+            case 1:
+                first.write_bytes(second.read_bytes())
+            case _:
+                first.rename(folder / "swapped")
+                second.rename(first)
+                (folder / "swapped").rename(second)
+    return folder / names[draw.randrange(len(names))]
 
 
 def outcome(path: Path) -> str:
@@ -92,22 +156,29 @@ def outcome(path: Path) -> str:
 
 def main() -> None:
     faulthandler.enable()
-    base, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    whole, header = base.read_bytes(), read_gguf(base).header_bytes
-    path = base.with_name("mutated.gguf")
-    assert outcome(base) == "ran"
+    first, count, bases = int(sys.argv[1]), int(sys.argv[2]), [Path(each) for each in sys.argv[3:]]
+    folder = bases[0].with_name("mutated")
+    folder.mkdir(exist_ok=True)
+    for base in bases:
+        assert outcome(base) == "ran"
     for seed in range(first, first + count):
-        path.write_bytes(mutated(whole, header, seed))
+        base = bases[seed % len(bases)]
+        path = write_mutation(base, folder, seed)
         # seen by a reader even if the process dies of it
-        print(json.dumps({"seed": seed}), flush=True)
+        print(json.dumps({"seed": seed, "base": base.name}), flush=True)
         before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
         try:
             found = outcome(path)
         except BaseException as error:
             found = f"untyped: {type(error).__name__}: {error}"
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-        seconds = time.monotonic() - begun
-        line = {"seed": seed, "found": found, "seconds": seconds, "grown": grown}
+        line = {
+            "seed": seed,
+            "base": base.name,
+            "found": found,
+            "seconds": time.monotonic() - begun,
+            "grown": grown,
+        }
         print(json.dumps(line), flush=True)
 
 
