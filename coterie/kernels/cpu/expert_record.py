@@ -17,7 +17,7 @@ from coterie.core.errors import InternalError
 from coterie.kernels.cpu import abi
 from coterie.kernels.cpu.build import native
 from coterie.kernels.expert_layout import ExpertLayout, PartPlace
-from coterie.weights.formats.gguf_blocks import NotFinite, reordered, restored
+from coterie.weights.formats.gguf_blocks import NotFinite, NotHeld, reordered, restored
 from coterie.weights.kinds import BLOCK_KINDS, GROUP, KINDS, PANEL
 from coterie.weights.quantize import (
     DTYPES,
@@ -118,7 +118,9 @@ def _write_native(place: PartPlace, weight: Weight, out: Tensor) -> bool:
 
     # one thread: the caller is already one of several load threads
     status = packing_source(weight).pack(library.call, place.rows, place.columns, out, 1)
-    if status in (abi.NOT_FINITE, abi.NOT_HELD):
+    if status == abi.NOT_HELD:
+        raise NotHeld(place.name)
+    if status == abi.NOT_FINITE:
         raise NotFinite(f"{place.name}: ")
     return True
 
@@ -147,7 +149,7 @@ def _row_blocks(place: PartPlace, weight: Weight) -> Tensor:
         return values.view(torch.uint8).view(place.rows, blocks, -1)
     weight = split(weight)
     if isinstance(weight, DenseWeight):
-        raise NotFinite(f"{place.name}: ")
+        raise NotHeld(place.name)
     if isinstance(weight, GgufBlocks):
         data = weight.data.reshape(place.rows * blocks, -1)
         return reordered(data, weight.type).view(place.rows, blocks, -1)

@@ -31,8 +31,8 @@ from coterie.moe.store.base import (
 from coterie.moe.store.disk import DiskReader, StagingBuffers, covering_pages
 from coterie.moe.store.tensors import StoredPart, fit_to_kind, kind_of, locate_parts
 from coterie.weights.files import FileExtent
-from coterie.weights.formats.gguf_blocks import NotFinite
-from coterie.weights.quantize import DTYPES, DenseWeight, Weight, dense
+from coterie.weights.formats.gguf_blocks import NotFinite, NotHeld
+from coterie.weights.quantize import DTYPES, Weight, dense
 
 if TYPE_CHECKING:
     from coterie.weights.checkpoint import Checkpoint
@@ -181,7 +181,10 @@ class ExpertReadPlan:
     def pack(self, staging: Tensor, out: Tensor) -> None:
         library = native() if self._plain else None
         if library is None:
-            pack_record(self._target.layout, self._decoded(staging), out)
+            try:
+                pack_record(self._target.layout, self._decoded(staging), out)
+            except NotHeld as error:
+                raise self._beyond_int4(error.part) from None
             return
         source, target, pack = staging.data_ptr(), out.data_ptr(), library.call.ct_pack
         for (kind, rows, columns, offset), start in zip(
@@ -192,12 +195,19 @@ class ExpertReadPlan:
         for first, last in self._target.gaps:
             out[first:last].zero_()
 
+    def _beyond_int4(self, part: str) -> WeightsError:
+        """Of Q4_0 scales beyond fp16's range: int4 cannot store them exactly."""
+        piece = next(piece for piece in self._pieces if piece.part == part)
+        return WeightsError(
+            f"{piece.extent.path}: expert tensor {piece.name!r} has scales that int4 cannot hold. "
+            "Use --dtype fp32 or bf16."
+        )
+
     def _decoded(self, staging: Tensor) -> dict[str, Weight | Tensor]:
         parts: dict[str, Weight | Tensor] = {}
         for piece, start in zip(self._pieces, self._starts, strict=True):
             weight = piece.decode(staging[start : start + piece.extent.nbytes])
             kind = self._target.kinds[piece.part]
-            _refuse_rounding(piece, weight, kind)
             is_bias = piece.part.endswith("_bias")
             parts[piece.part] = dense(weight) if is_bias else fit_to_kind(weight, kind)
         return parts
@@ -233,15 +243,6 @@ def _start(ranges: Sequence[ReadRange], wanted: FileExtent) -> int:
         if each.path == wanted.path and 0 <= ahead <= each.nbytes - wanted.nbytes:
             return each.at + covering_pages(each.offset, each.nbytes).skip + ahead
     raise ValueError(f"{wanted} is not read")
-
-
-def _refuse_rounding(piece: StoredPart, weight: Weight, kind: str) -> None:
-    """Refuse Q4_0 scales that are beyond fp16's range: int4 cannot store them exactly."""
-    if piece.stored == "Q4_0" and kind == "int4" and isinstance(weight, DenseWeight):
-        raise WeightsError(
-            f"{piece.extent.path}: expert tensor {piece.name!r} has scales that int4 cannot hold. "
-            "Use --dtype fp32 or bf16."
-        )
 
 
 def open_store(

@@ -34,6 +34,14 @@ class NotFinite(WeightsError):
         super().__init__(f"{where}a scale is not a finite number: damaged. Fetch the file again.")
 
 
+class NotHeld(WeightsError):
+    """Scales of Q4_0 so large that int4 has no minimum for them."""
+
+    def __init__(self, part: str = "") -> None:
+        super().__init__(f"{part}: a scale is too large for int4. Use --dtype fp32 or bf16.")
+        self.part = part
+
+
 def expand(blocks: Tensor, kind: str) -> Tensor:
     """uint8 [rows, blocks per row, bytes per block] -> fp32 [rows, elements], any block type."""
     rows, per_row, _ = blocks.shape
