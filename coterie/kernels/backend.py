@@ -33,8 +33,7 @@ def make_linear(
 
         return PackedLinear(weights)
     if backend == "triton":
-        from coterie.kernels.triton.quant_linear import QuantLinear
+        from coterie.kernels.triton.quant_linear import quantised
 
-        supported = QuantLinear.supports(weights)
-        return QuantLinear(weights, device) if supported else ReferenceLinear(weights, device)
+        return quantised(weights, device) or ReferenceLinear(weights, device)
     raise ConfigError(f"unknown kernel backend {backend!r}; use 'reference', 'cpu' or 'triton'")

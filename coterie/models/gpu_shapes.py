@@ -9,6 +9,7 @@ from coterie.kernels.size_table import DeviceShape, ExpertPoolShape, MatrixShape
 from coterie.models.base import read_spec, stored_dtype
 from coterie.models.spec import ModelSpec
 from coterie.weights.checkpoint import open_checkpoint
+from coterie.weights.kinds import BLOCK_KINDS
 
 
 def model_shapes(path: Path, dtype: str = "auto") -> list[DeviceShape]:
@@ -27,7 +28,7 @@ def _matrices(spec: ModelSpec, dtype: str) -> Iterator[MatrixShape]:
     # learned positions have other kernels
     if spec.rope is None:
         return
-    kind = dtype if dtype in ("int8", "int4") else "dense"
+    kind = dtype if dtype in ("int8", "int4", *BLOCK_KINDS) else "dense"
     hidden, latent = spec.hidden, spec.latent
     if latent is None:
         q = inner = spec.num_heads * spec.head_dim
@@ -52,7 +53,7 @@ def _matrices(spec: ModelSpec, dtype: str) -> Iterator[MatrixShape]:
 
 def _experts(spec: ModelSpec, dtype: str) -> Iterator[ExpertPoolShape]:
     moe = spec.moe
-    if moe is not None and moe.gated:
+    if moe is not None and moe.gated and dtype not in BLOCK_KINDS:
         yield ExpertPoolShape(
             dtype, spec.hidden, moe.intermediate, moe.num_experts, moe.gate_rule.top_k
         )

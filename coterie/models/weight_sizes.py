@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from coterie.kernels.device_blocks import FORMS
 from coterie.models.build.reader import keeps
-from coterie.weights.kinds import GROUP, KEPT_AS, KINDS, SPLIT_TYPES
+from coterie.weights.kinds import BLOCK_KINDS, GROUP, KEPT_AS, KINDS, SPLIT_TYPES
 
 if TYPE_CHECKING:
     from coterie.weights.checkpoint import Checkpoint
@@ -39,11 +40,19 @@ def matrix_bytes(
         if name != _EMBEDDING or tied:
             total += math.prod(shape[:-2]) * _nbytes(kind, shape[-2], shape[-1], device)
         elif dtype in ("auto", "fp32") or (stored in SPLIT_TYPES and dtype != "bf16"):
-            # a view of the file: only the rows that are read are widened
-            total += checkpoint.extent(name).nbytes
+            # as in the file: only the rows that are read are widened
+            total += _stored_bytes(checkpoint, name, device)
         else:
             total += rows * shape[-1] // KINDS[kind].columns * KINDS[kind].block_bytes
     return total
+
+
+def _stored_bytes(checkpoint: Checkpoint, name: str, device: str) -> int:
+    form = FORMS.get(KEPT_AS.get(checkpoint.stored_as(name), ""))
+    if form is None or torch.device(device).type == "cpu" or not keeps(device, BLOCK_KINDS[0]):
+        return checkpoint.extent(name).nbytes
+    *rows, columns = checkpoint.shape(name)
+    return math.prod(rows) * form.row_bytes(columns)
 
 
 def _of_ends(dtype: str) -> str:
@@ -64,4 +73,6 @@ def _nbytes(kind: str, rows: int, columns: int, device: str) -> int:
     made = kind if keeps(device, kind) else "fp32"
     if not on_cpu and KINDS[made].is_dense:
         return rows * columns * (4 if made == "fp32" else 2)
+    if not on_cpu and made in FORMS:
+        return rows * FORMS[made].row_bytes(columns)
     return KINDS[made].nbytes(rows, columns)

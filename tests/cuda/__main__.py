@@ -10,12 +10,13 @@ greedy: tokens equal to transformers in fp32, for every architecture, with steps
 without kernels that start early ("in order"), and eager; alone, in batches, in odd chunks, under
 pressure. capture, pieces: the same answers whatever is captured. launch: the same bits with and
 without early starts. batch: how many answers change in a batch, by precision. sampled: the same for
-seeded draws. kernels: against their twins. adapters: logits against torch, and greedy answers
-against transformers with merged weights. bank: the answers again with a quarter of the experts on
-the device, for every strategy. share: with a part of them computed by the CPU. prefetch: with some
-read ahead. prompts: the bits of prompts there. crash: the worker is killed in the middle of 8
-streams. slow: at least 95% of a slow request's time is explained. shortage: CUDA refuses memory,
-on load and to a step. elastic: the answers while KV and experts trade memory, `--seconds` of it.
+seeded draws. kernels: against their twins. blocks: models of GGUF's types, whose bits are kept.
+adapters: logits against torch, and greedy answers against transformers with merged weights. bank:
+the answers again with a quarter of the experts on the device, for every strategy. share: with a
+part of them computed by the CPU. prefetch: with some read ahead. prompts: the bits of prompts
+there. crash: the worker is killed in the middle of 8 streams. slow: at least 95% of a slow
+request's time is explained. shortage: CUDA refuses memory, on load and to a step. elastic: the
+answers while KV and experts trade memory, `--seconds` of it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tests.cuda import (
     adapters,
     answers,
     bank,
+    blocks,
     crash,
     elastic,
     kernels,
@@ -55,7 +57,8 @@ def main() -> int:
         # the kernels of the CPU are not used, and their compilation takes time
         os.environ.setdefault("COTERIE_NATIVE", "0")
     checks = [*kernels.checks(device), *answers.checks(device, options.prompts)]
-    checks += [*adapters.checks(device), *bank.checks(device, options.prompts)]
+    checks += [*blocks.checks(device), *adapters.checks(device)]
+    checks += [*bank.checks(device, options.prompts)]
     checks += [
         *share.checks(device),
         *prefetch.checks(device),

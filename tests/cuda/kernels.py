@@ -64,7 +64,7 @@ def _run_file(file: Path, device: str) -> str:
     found: dict[str, tuple[float, float]] = json.loads(done.stdout.splitlines()[-1])
     wrong = {case: error for case, (error, limit) in found.items() if not error <= limit}
     assert not wrong, f"{len(wrong)} of {len(found)} wrong: {wrong}"
-    worst = max(found, key=lambda case: found[case][0] / found[case][1])
+    worst = max(found, key=lambda case: found[case][0] / (found[case][1] or 1))
     return f"{len(found)} cases, the worst {worst}: {found[worst][0]:.2g}"
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from coterie.core.errors import WeightsError
-from coterie.models.base import load_model
+from coterie.models.base import MODELS, load_model, read_spec, stored_dtype
+from coterie.models.build.reader import TensorPlacement, TensorReader, keeps
+from coterie.models.weight_sizes import matrix_bytes
 from coterie.weights.checkpoint import open_checkpoint
 from coterie.weights.kinds import KEPT_AS, KINDS
 from tests.helpers.models.gguf_files import write_model
@@ -58,6 +60,34 @@ def test_a_model_takes_the_bytes_of_its_file(tied: bool, tmp_path: Path) -> None
     assert stored <= packed < 1.03 * stored
     # of the embedding no second copy, whether it is the head or a view of the file
     assert load_model(checkpoint).weight_bytes <= packed
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_gpu_keeps_the_bytes_of_its_file(mix: str, tied: bool, tmp_path: Path) -> None:
+    """What would be loaded there, built on the CPU: no kernel runs."""
+    pytest.importorskip("triton")
+    from coterie.kernels.device_blocks import FORMS
+
+    path = tmp_path / "model.gguf"
+    kind, mixed = MIXES[mix]
+    write_model(path, kind=kind, mixed=mixed, tied=tied)
+    checkpoint = open_checkpoint(path)
+    assert stored_dtype(checkpoint, "cuda") == KEPT_AS[kind]
+    assert all(keeps("cuda", kind) for kind in KINDS)
+    spec = read_spec(checkpoint)
+    placement = TensorPlacement("triton", "cpu", torch.bfloat16)
+    reader = TensorReader(checkpoint, spec, "auto", placement)
+    parts = MODELS[spec.architecture].build(reader, "triton", lambda *_: None)
+    reader.finish()
+    kept = 0
+    for name in checkpoint.names():
+        if len(checkpoint.shape(name)) == 2:
+            rows, columns = checkpoint.shape(name)
+            form = FORMS.get(KEPT_AS[checkpoint.stored_as(name)])
+            stored = checkpoint.extent(name).nbytes
+            kept += stored if form is None else rows * form.row_bytes(columns)
+    assert parts.nbytes == kept == matrix_bytes(checkpoint, "auto", "cuda", tied=tied)
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [("int8", "int8"), ("bf16", "bf16"), ("fp32", "fp32")])

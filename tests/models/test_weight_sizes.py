@@ -36,7 +36,7 @@ def test_a_device_that_does_not_keep_a_type_takes_fp32(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(path)
     shapes = [checkpoint.shape(name) for name in checkpoint.names()]
     elements = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
-    assert matrix_bytes(checkpoint, "auto", "cuda", tied=True) == 4 * elements
+    assert matrix_bytes(checkpoint, "auto", "mps", tied=True) == 4 * elements
 
 
 def test_inspect_tells_the_bytes_in_file_and_memory(

@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from coterie.core.errors import InternalError
+from coterie.kernels.backend import best_backend
 from coterie.kernels.cpu import abi
 from coterie.kernels.cpu.build import native
 from coterie.kernels.cpu.expert_record import dense_parts
 from coterie.kernels.device_record import arranged_parts
 from coterie.kernels.expert_layout import ExpertLayout
+from coterie.weights.kinds import BLOCK_KINDS
 
 
 class RecordTable:
@@ -158,8 +160,16 @@ def run_experts_torch(
 
 def _parts(layout: ExpertLayout, record: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """On a device records are arranged where its kernels support their layout."""
-    arranged = None if record.device.type == "cpu" else arranged_parts(layout, record, dtype)
-    return dense_parts(layout, record, dtype) if arranged is None else arranged
+    if record.device.type == "cpu":
+        return dense_parts(layout, record, dtype)
+    arranged = arranged_parts(layout, record, dtype)
+    if arranged is not None:
+        return arranged
+    if best_backend(record.device) == "triton" and any(k in BLOCK_KINDS for k in layout.kinds):
+        from coterie.kernels.triton.panels import panel_parts
+
+        return panel_parts(layout, record, dtype)
+    return dense_parts(layout, record, dtype)
 
 
 def _by_expert(

@@ -25,14 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from coterie.kernels.cpu.share import HINT_HEAD, HINT_WORDS
 from coterie.kernels.device_record import UNIT_BYTES, DeviceRecord, dense_matrices
 from coterie.kernels.expert_gate import GateRule
-from coterie.kernels.triton.gemv import (
-    both_times_x,
-    load_if,
-    nibble,
-    request_rows,
-    scale_and_minimum,
-    times_x,
-)
+from coterie.kernels.triton.gemv import both_times_x, request_rows, times_x
 from coterie.kernels.triton.int4_rows import int4_pair_down, int4_pair_gate_up
 from coterie.kernels.triton.link_prefetch import (
     CHOSEN,
@@ -42,6 +35,7 @@ from coterie.kernels.triton.link_prefetch import (
     LayerGuess,
     is_copied,
 )
+from coterie.kernels.triton.unpack import load_if, nibble, scale_and_minimum
 from coterie.weights.kinds import GROUP
 
 

@@ -21,7 +21,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from coterie.kernels.triton.expert_gemv import ExpertPool, RoutedRows
-from coterie.kernels.triton.gemv import nibble, scale_and_minimum
+from coterie.kernels.triton.unpack import (
+    FIRST_BLOCK,
+    block_values,
+    in_order,
+    nibble,
+    request_blocks,
+    scale_and_minimum,
+)
 
 
 # counts change from step to step: specialising on them would compile while serving
@@ -59,14 +66,13 @@ def _int4_values(words, pairs, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     words = tl.reshape(words, [ROWS, GROUPS, 4])
     scale, minimum = scale_and_minimum(pairs)
     scale, minimum = scale[:, :, None], minimum[:, :, None]
-    ones = tl.join(_int4_value(words, scale, minimum, 0), _int4_value(words, scale, minimum, 1))
-    more = tl.join(_int4_value(words, scale, minimum, 2), _int4_value(words, scale, minimum, 3))
-    low = tl.join(ones, more)
-    ones = tl.join(_int4_value(words, scale, minimum, 4), _int4_value(words, scale, minimum, 5))
-    more = tl.join(_int4_value(words, scale, minimum, 6), _int4_value(words, scale, minimum, 7))
-    both = tl.join(low, tl.join(ones, more))
-    # [row, group, word, bits of the nibble's number] -> column 4 * nibble + word
-    return tl.reshape(tl.permute(both, [0, 1, 5, 4, 3, 2]), [ROWS, 32 * GROUPS])
+    return in_order(
+        _int4_value(words, scale, minimum, 0), _int4_value(words, scale, minimum, 1),
+        _int4_value(words, scale, minimum, 2), _int4_value(words, scale, minimum, 3),
+        _int4_value(words, scale, minimum, 4), _int4_value(words, scale, minimum, 5),
+        _int4_value(words, scale, minimum, 6), _int4_value(words, scale, minimum, 7),
+        ROWS, GROUPS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -76,25 +82,29 @@ def weight_tile(
 ):  # fmt: skip
     """Columns k0 to k0 + COLUMNS of rows of a matrix: fp32 where it is quantised."""
     GROUPS: tl.constexpr = COLUMNS // 32
-    if KIND != 0:
+    if KIND >= FIRST_BLOCK:
+        words, own = request_blocks(weight, row, live, k0 // 8, COLUMNS // 8, WIDTH, KIND, False)
+        return block_values(words, own, BLOCK, GROUPS, KIND)
+    elif KIND == 0:
+        column = k0 + tl.arange(0, COLUMNS)
+        inside = live[:, None] & (column < WIDTH)[None, :]
+        return tl.load(weight + row[:, None] * WIDTH + column[None, :], mask=inside, other=0)
+    else:
         group = k0 // 32 + tl.arange(0, GROUPS)
         inside = live[:, None] & (group < WIDTH // 32)[None, :]
         place = row[:, None] * (WIDTH // 32) + group[None, :]
         own_scales = tl.load(scales + place, mask=inside, other=0)
-    if KIND == 2:
-        word = k0 // 8 + tl.arange(0, COLUMNS // 8)
-        inside = live[:, None] & (word < WIDTH // 8)[None, :]
-        words = tl.load(weight + row[:, None] * (WIDTH // 8) + word[None, :], inside, other=0)
-        return _int4_values(words, own_scales, BLOCK, GROUPS)
-    else:
-        column = k0 + tl.arange(0, COLUMNS)
-        inside = live[:, None] & (column < WIDTH)[None, :]
-        tile = tl.load(weight + row[:, None] * WIDTH + column[None, :], mask=inside, other=0)
-        if KIND == 1:
+        if KIND == 2:
+            word = k0 // 8 + tl.arange(0, COLUMNS // 8)
+            inside = live[:, None] & (word < WIDTH // 8)[None, :]
+            words = tl.load(weight + row[:, None] * (WIDTH // 8) + word[None, :], inside, other=0)
+            return _int4_values(words, own_scales, BLOCK, GROUPS)
+        else:
+            column = k0 + tl.arange(0, COLUMNS)
+            inside = live[:, None] & (column < WIDTH)[None, :]
+            tile = tl.load(weight + row[:, None] * WIDTH + column[None, :], mask=inside, other=0)
             wide = tl.reshape(tile.to(tl.float32), [BLOCK, GROUPS, 32])
             return tl.reshape(wide * own_scales.to(tl.float32)[:, :, None], [BLOCK, COLUMNS])
-        else:
-            return tile
 
 
 @triton.jit

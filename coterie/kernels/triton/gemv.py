@@ -5,7 +5,8 @@ anything is computed. With `PDL` (programmatic dependent launch) a kernel starts
 before it still runs: it requests its weights, which never change, and waits before it reads or
 writes anything else. Every kernel waits, so the end of one means the end of all before it.
 
-Matrices are dense (KIND 0) or in groups of 32 columns: int8 (1) and int4 (2), see `device_record`.
+Matrices are dense (KIND 0), in groups of 32 columns: int8 (1) and int4 (2), see `device_record`, or
+GGUF's blocks (from FIRST_BLOCK on), see `device_blocks`, whose scales come in their rows.
 """
 
 # Jitted functions are compiled by Triton: their arguments have no Python types.
@@ -13,7 +14,6 @@ Matrices are dense (KIND 0) or in groups of 32 columns: int8 (1) and int4 (2), s
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -23,47 +23,19 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from coterie.kernels.triton.int4_rows import int4_product
-
-# the interpreter has no assembly
-_ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")
-
-KINDS = ("dense", "int8", "int4")
-
-
-@triton.jit
-def nibble(words, j: tl.constexpr):
-    """Nibble j times 16 ** (j % 4), exact in fp32: put under the exponent of 2 ** 23, which is then
-    subtracted. One logic instruction and no conversion of integers."""
-    MASK: tl.constexpr = 15 << (4 * (j % 4))
-    if j >= 4:
-        words = words >> 16
-    if _ASSEMBLY:
-        wide = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0xEA;",
-            "=r,r,r,r",
-            [words, tl.full([], MASK, tl.int32), tl.full([], 0x4B000000, tl.int32)],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        wide = ((words & MASK) | 0x4B000000).to(tl.float32, bitcast=True)
-    return wide - 8388608.0
-
-
-@triton.jit
-def scale_and_minimum(pairs):
-    """The two fp16 values of a word."""
-    scale = (pairs & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-    minimum = ((pairs >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-    return scale.to(tl.float32), minimum.to(tl.float32)
-
-
-@triton.jit
-def load_if(place, inside, EVEN: tl.constexpr):
-    """With EVEN everything is inside. The compiler moves loads with a mask behind computation, so
-    that fewer bytes are requested at once: the measured cost is a fifth."""
-    return tl.load(place) if EVEN else tl.load(place, mask=inside, other=0)
+from coterie.kernels.triton.unpack import (
+    FIRST_BLOCK,
+    KINDS,
+    block_scales,
+    code,
+    has_halves,
+    has_minimum,
+    load_if,
+    nibble,
+    offset_of,
+    request_blocks,
+    scale_and_minimum,
+)
 
 
 @triton.jit
@@ -72,17 +44,20 @@ def request_rows(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Load rows of a matrix and their scales; `live` masks rows."""
-    COLUMNS: tl.constexpr = PADDED // 8 if KIND == 2 else PADDED
-    STRIDE: tl.constexpr = WIDTH // 8 if KIND == 2 else WIDTH
-    column = tl.arange(0, COLUMNS)
-    inside = live[:, None] & (column < STRIDE)[None, :]
-    tile = load_if(weight + rows[:, None] * STRIDE + column[None, :], inside, EVEN)
-    if KIND == 0:
-        own = tile
+    if KIND >= FIRST_BLOCK:
+        tile, own = request_blocks(weight, rows, live, 0, PADDED // 8, WIDTH, KIND, EVEN)
     else:
-        group = tl.arange(0, PADDED // 32)
-        inside = live[:, None] & (group < WIDTH // 32)[None, :]
-        own = load_if(scales + rows[:, None] * (WIDTH // 32) + group[None, :], inside, EVEN)
+        COLUMNS: tl.constexpr = PADDED // 8 if KIND == 2 else PADDED
+        STRIDE: tl.constexpr = WIDTH // 8 if KIND == 2 else WIDTH
+        column = tl.arange(0, COLUMNS)
+        inside = live[:, None] & (column < STRIDE)[None, :]
+        tile = load_if(weight + rows[:, None] * STRIDE + column[None, :], inside, EVEN)
+        if KIND == 0:
+            own = tile
+        else:
+            group = tl.arange(0, PADDED // 32)
+            inside = live[:, None] & (group < WIDTH // 32)[None, :]
+            own = load_if(scales + rows[:, None] * (WIDTH // 32) + group[None, :], inside, EVEN)
     return tile, own
 
 
@@ -97,13 +72,70 @@ def read_x(x, gain, column, inside, NORM: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _group_sums(
+    words, high, x, gain, FIRST: tl.constexpr, LAST: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """By group, of nibbles FIRST to LAST - 1 of its words: sums of integer times x [ROWS, groups],
+    less their offset; sums of x [groups]; and the sum of the squares of x."""
+    word = tl.arange(0, PADDED // 8)
+    first = (word // 4) * 32 + word % 4
+    inside = word < WIDTH // 8
+    total = tl.zeros([ROWS, PADDED // 8], tl.float32)
+    sums = tl.zeros([PADDED // 8], tl.float32)
+    squares = tl.zeros([PADDED // 8], tl.float32)
+    for j in tl.static_range(FIRST, LAST):
+        value, plain = read_x(x, gain, first + 4 * j, inside, NORM, WIDTH == PADDED)
+        squares += plain * plain
+        sums += value
+        total += code(words, high, j, KIND) * (value * (1.0 / 16 ** (j % 4)))[None, :]
+    grouped = tl.sum(tl.reshape(total, [ROWS, PADDED // 32, 4]), 2)
+    each = tl.sum(tl.reshape(sums, [PADDED // 32, 4]), 1)
+    OFFSET: tl.constexpr = offset_of(KIND)
+    if OFFSET > 0:
+        grouped -= OFFSET * each[None, :]
+    return grouped, each, tl.sum(squares, 0)
+
+
+@triton.jit
+def _blocks_times_x(
+    words, own, x, gain,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """`times_x` of GGUF's blocks."""
+    high = own[0].to(tl.int32)
+    first, second = block_scales(own, KIND)
+    HALVES: tl.constexpr = has_halves(KIND)
+    MINIMUM: tl.constexpr = has_minimum(KIND)
+    if HALVES:
+        one, _, squares = _group_sums(words, high, x, gain, 0, 4, ROWS, WIDTH, PADDED, KIND, NORM)
+        two, _, more = _group_sums(words, high, x, gain, 4, 8, ROWS, WIDTH, PADDED, KIND, NORM)
+        squares += more
+        products = one * first + two * second
+    else:
+        one, each, squares = _group_sums(
+            words, high, x, gain, 0, 8, ROWS, WIDTH, PADDED, KIND, NORM
+        )
+        products = one * first
+        if MINIMUM:
+            products += second * each[None, :]
+    return tl.sum(products, 1), squares
+
+
+@triton.jit
 def times_x(
     tile, scales, x, gain,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
     """[ROWS] products of requested rows with x (times `gain`), and the sum of the squares of x."""
-    if KIND == 2:
+    if KIND >= FIRST_BLOCK:
+        result, total_squares = _blocks_times_x(
+            tile, scales, x, gain, ROWS, WIDTH, PADDED, KIND, NORM
+        )
+    elif KIND == 2:
         word = tl.arange(0, PADDED // 8)
         first = (word // 4) * 32 + word % 4
         inside = word < WIDTH // 8
@@ -119,6 +151,7 @@ def times_x(
         grouped = tl.sum(tl.reshape(total, [ROWS, PADDED // 32, 4]), 2)
         each = tl.sum(tl.reshape(sums, [PADDED // 32, 4]), 1)
         result = tl.sum(grouped * scale + minimum * each[None, :], 1)
+        total_squares = tl.sum(squares, 0)
     else:
         column = tl.arange(0, PADDED)
         value, plain = read_x(x, gain, column, column < WIDTH, NORM, WIDTH == PADDED)
@@ -129,7 +162,8 @@ def times_x(
             result = tl.sum(grouped * scales.to(tl.float32), 1)
         else:
             result = tl.sum(product, 1)
-    return result, tl.sum(squares, 0)
+        total_squares = tl.sum(squares, 0)
+    return result, total_squares
 
 
 @triton.jit
@@ -139,7 +173,12 @@ def both_times_x(
     NORM: tl.constexpr,
 ):  # fmt: skip
     """`times_x` of two sets of rows, reading x once."""
-    if KIND == 2:
+    if KIND >= FIRST_BLOCK:
+        gate, total_squares = _blocks_times_x(
+            gates, gate_scales, x, gain, ROWS, WIDTH, PADDED, KIND, NORM
+        )
+        up, _ = _blocks_times_x(ups, up_scales, x, gain, ROWS, WIDTH, PADDED, KIND, NORM)
+    elif KIND == 2:
         word = tl.arange(0, PADDED // 8)
         first = (word // 4) * 32 + word % 4
         inside = word < WIDTH // 8
@@ -161,6 +200,7 @@ def both_times_x(
         scale, minimum = scale_and_minimum(up_scales)
         grouped = tl.sum(tl.reshape(up_total, [ROWS, PADDED // 32, 4]), 2)
         up = tl.sum(grouped * scale + minimum * each, 1)
+        total_squares = tl.sum(squares, 0)
     else:
         column = tl.arange(0, PADDED)
         value, plain = read_x(x, gain, column, column < WIDTH, NORM, WIDTH == PADDED)
@@ -174,7 +214,8 @@ def both_times_x(
             up = tl.sum(grouped * up_scales.to(tl.float32), 1)
         else:
             gate, up = tl.sum(gate_product, 1), tl.sum(up_product, 1)
-    return gate, up, tl.sum(squares, 0)
+        total_squares = tl.sum(squares, 0)
+    return gate, up, total_squares
 
 
 @triton.jit
@@ -270,7 +311,8 @@ def _norm_gate_up(
 class DeviceMatrix:
     """A matrix [count, width] on the device as the kernels read it."""
 
-    # dense: fp32 or bf16 [count, width]; int8 [count, width]; int4: int32 [count, width / 8]
+    # dense: fp32 or bf16 [count, width]; int8 [count, width]; int4: int32 [count, width / 8];
+    # blocks: int32 [count, words of a row]
     weight: Tensor
     # int8: fp16 [count, width / 32]; int4: int32 [count, width / 32], scale below minimum
     scales: Tensor | None
@@ -282,6 +324,11 @@ class DeviceMatrix:
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+def scales_of(matrix: DeviceMatrix) -> Tensor:
+    """Or any tensor, where the matrix has none of its own."""
+    return matrix.weight if matrix.scales is None else matrix.scales
 
 
 def dense_matrix(weight: Tensor) -> DeviceMatrix:
@@ -326,7 +373,7 @@ def norm_product(
         return
     unused = matrix.weight
     _norm_product[(triton.cdiv(matrix.count, size.rows), len(x))](
-        x, gain, matrix.weight, unused if matrix.scales is None else matrix.scales,
+        x, gain, matrix.weight, scales_of(matrix),
         unused if bias is None else bias, y, eps,
         COUNT=matrix.count, BIAS=bias is not None, **_arguments(matrix, size, dependent),
     )  # fmt: skip
@@ -341,9 +388,8 @@ def product_add(
         assert matrix.scales is not None
         int4_product(x, matrix.weight, matrix.scales, hidden, add=add, dependent=dependent)
         return
-    unused = matrix.weight
     _product_add[(triton.cdiv(matrix.count, size.rows), len(x))](
-        x, matrix.weight, unused if matrix.scales is None else matrix.scales, hidden,
+        x, matrix.weight, scales_of(matrix), hidden,
         COUNT=matrix.count, ADD=add, **_arguments(matrix, size, dependent),
     )  # fmt: skip
 
@@ -353,10 +399,9 @@ def norm_gate_up(
     dependent: bool = False,
 ) -> None:  # fmt: skip
     """out [T, count / 2] = silu(gate) * up, where the matrix has gate's rows and then up's."""
-    unused = matrix.weight
     inner = matrix.count // 2
     _norm_gate_up[(triton.cdiv(inner, size.rows), len(x))](
-        x, gain, matrix.weight, unused if matrix.scales is None else matrix.scales, out, eps,
+        x, gain, matrix.weight, scales_of(matrix), out, eps,
         INNER=inner, **_arguments(matrix, size, dependent),
     )  # fmt: skip
 

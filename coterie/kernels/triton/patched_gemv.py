@@ -26,6 +26,7 @@ from coterie.kernels.triton.gemv import (
     _arguments,
     both_times_x,
     request_rows,
+    scales_of,
     times_x,
 )
 from coterie.kernels.triton.patches import _A, _B, _RANK, RANKS, SITE, _matrix, _tile, site_of
@@ -216,10 +217,6 @@ def _pieces(programs: int, parts: int, device: torch.device) -> Tensor:
     return torch.empty((programs, parts, RANKS), device=device)
 
 
-def _scales(matrix: DeviceMatrix) -> Tensor:
-    return matrix.weight if matrix.scales is None else matrix.scales
-
-
 def first_pieces(rows: PatchRows, x: Tensor, reader: NormReader, dependent: bool = False) -> Tensor:
     """Pieces of (x * gain) a^T of a reader's parts, for x [1, width] that no kernel here made."""
     width, count = x.shape[1], len(reader.parts)
@@ -241,7 +238,7 @@ def norm_product(
     """y [1, count] = rms_norm(x) * gain times the matrix, with patches and bias. The first part has
     heights[0] rows, each other one heights[1]: multiples of the size's rows."""
     _norm_product[(triton.cdiv(matrix.count, size.rows),)](
-        x, reader.gain, matrix.weight, _scales(matrix), x if bias is None else bias, y,
+        x, reader.gain, matrix.weight, scales_of(matrix), x if bias is None else bias, y,
         rows.table, pieces, eps, site_of(reader.layer, reader.parts[0]),
         FIRST=heights[0], OTHER=heights[1], PARTS=len(reader.parts), PIECES=len(pieces),
         BIAS=bias is not None, RANKS=RANKS, **_arguments(matrix, size, dependent),
@@ -258,7 +255,7 @@ def product_add(
     made = _pieces(programs, max(1, len(parts)), x.device)
     unused: Any = x
     _product_add[(programs,)](
-        x, matrix.weight, _scales(matrix), hidden, unused if reader is None else reader.gain,
+        x, matrix.weight, scales_of(matrix), hidden, unused if reader is None else reader.gain,
         rows.table, pieces, made, site_of(*site),
         0 if reader is None else site_of(reader.layer, reader.parts[0]),
         COUNT=matrix.count, PIECES=len(pieces), PARTS=len(parts), RANKS=RANKS,
@@ -276,7 +273,7 @@ def norm_gate_up(
     programs = triton.cdiv(inner, size.rows)
     made = _pieces(programs, 1, x.device)
     _norm_gate_up[(programs,)](
-        x, reader.gain, matrix.weight, _scales(matrix), out, rows.table, pieces, made, eps,
+        x, reader.gain, matrix.weight, scales_of(matrix), out, rows.table, pieces, made, eps,
         site_of(reader.layer, "gate"),
         INNER=inner, PIECES=len(pieces), RANKS=RANKS, **_arguments(matrix, size, dependent),
     )  # fmt: skip

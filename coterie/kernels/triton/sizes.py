@@ -16,7 +16,8 @@ import triton
 from coterie.kernels.device_record import DeviceRecord
 from coterie.kernels.size_table import expert_shape, matrix_shape, tuned
 from coterie.kernels.triton.expert_gemv import PairSizes
-from coterie.kernels.triton.gemv import KINDS, DeviceMatrix, GemvSize
+from coterie.kernels.triton.gemv import DeviceMatrix, GemvSize
+from coterie.kernels.triton.unpack import KINDS
 
 # elements of a dense matrix that one program has; programs that keep a large device busy
 _TILE_ELEMENTS, _PROGRAMS = 16384, 256
@@ -46,7 +47,7 @@ def _gemv_size(kind: int, count: int, width: int) -> GemvSize:
 
 def default_gemv_size(kind: int, count: int, width: int) -> GemvSize:
     padded = triton.next_power_of_2(width)
-    tile = _TILE_ELEMENTS * (1, 2, 4)[kind]
+    tile = _TILE_ELEMENTS * (1, 2, 4)[min(kind, 2)]
     rows = max(1, min(tile // padded, triton.next_power_of_2(count // _PROGRAMS + 1)))
     return GemvSize(rows, 4 if rows * padded <= tile // 2 or rows == 1 else 8)
 

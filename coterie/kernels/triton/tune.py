@@ -23,6 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
+from coterie.kernels.device_blocks import FORMS
 from coterie.kernels.device_record import UNIT_BYTES, DeviceRecord
 from coterie.kernels.expert_gate import GateRule
 from coterie.kernels.size_table import (
@@ -47,10 +48,12 @@ from coterie.kernels.triton.expert_groups import (
 from coterie.kernels.triton.expert_int4 import Int4Size, Int4Sizes
 from coterie.kernels.triton.expert_tiles import TileSize
 from coterie.kernels.triton.sizes import default_gemv_size, default_pair_sizes, launches_early
+from coterie.kernels.triton.unpack import KINDS
 
 # 32-bit registers of a thread that may hold requested weights
 _LEAST_REGISTERS, _MOST_REGISTERS = 2, 160
 _BITS = {"fp32": 32, "bf16": 16, "dense": 16, "int8": 8, "int4": 4}
+_BITS |= {kind: form.bits for kind, form in FORMS.items()}
 # numbers of rows in a step for which experts in batches and prompts are measured
 _ROWS = (16, 64, 128, 256, 512, 1024, 2048, 8192)
 # other sizes must be faster than the default by this much: less is noise
@@ -194,7 +197,7 @@ def tune_cases(shapes: Iterable[DeviceShape], device: str) -> list[TuneCase]:
 def _matrix_cases(shape: MatrixShape, device: str) -> list[TuneCase]:
     if shape.kind == "int4":  # its tiles are those of the tensor cores
         return []
-    kind = gemv.KINDS.index(shape.kind)
+    kind = KINDS.index(shape.kind)
     default = default_gemv_size(kind, shape.count, shape.width)
     name = matrix_shape(shape.kind, shape.count, shape.width)
     return [TuneCase(name, default, partial(_open_matrix, shape, kind, device))]
@@ -202,12 +205,14 @@ def _matrix_cases(shape: MatrixShape, device: str) -> list[TuneCase]:
 
 def _open_matrix(shape: MatrixShape, kind: int, device: str) -> tuple[list[TunePart], int]:
     count, width = shape.count, shape.width
-    nbytes = count * width * _BITS[shape.kind] // 8
+    form = FORMS.get(shape.kind)
+    row_bytes = width * _BITS[shape.kind] // 8 if form is None else form.row_bytes(width)
+    nbytes = count * row_bytes
     copies = _copies(nbytes)
-    typed = (torch.bfloat16, torch.int8, torch.int32)[kind]
+    typed = (torch.bfloat16, torch.int8, torch.int32)[min(kind, 2)]
     weights = _random(copies * nbytes, device).view(typed).view(copies, count, -1)
     scales: Tensor | None = None
-    if kind:
+    if kind and form is None:
         pair = (torch.float16, torch.int32)[kind - 1]
         groups = copies * count * (width // 32)
         scales = _random(groups * pair.itemsize, device).view(pair).view(copies, count, -1)

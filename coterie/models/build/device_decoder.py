@@ -41,7 +41,7 @@ from coterie.kernels.triton.prompt_attention import (
     rows_behind,
     shaped,
 )
-from coterie.kernels.triton.quant_linear import QuantLinear
+from coterie.kernels.triton.quant_linear import MixedLinear, QuantLinear
 from coterie.kernels.triton.row_products import (
     PatchedNorm,
     RowProduct,
@@ -110,7 +110,7 @@ class DeviceDecoder:
         # in front of each layer, and the last
         self._norms = [*(layer.input_norm for layer in layers), norm]
         self._moe = {layer.index: (row, layer) for row, layer in enumerate(moe_layers)}
-        self._qkv = [device_matrix(layer.qkv) for layer in layers]
+        self._qkv = [device_matrices(layer.qkv) for layer in layers]
         self._o = [device_matrix(layer.o) for layer in layers]
         self._gate_up = [_maybe(layer.gate_up) for layer in layers]
         self._down = [_maybe(layer.down) for layer in layers]
@@ -124,9 +124,11 @@ class DeviceDecoder:
         # by layer: the pool, a shared expert cut into routed ones, and one row's choices with it
         self._cut: dict[int, tuple[Tensor, Tensor, expert_gemv.RoutedRows]] = {}
         # up to this many rows take the kernels of single rows, which read int4 matrices once
-        quantised = all(gemv.on_tensor_cores(norm, each) for each in (*self._qkv, *self._o))
+        few = (*(matrix for parts in self._qkv for matrix in parts), *self._o)
+        quantised = all(gemv.on_tensor_cores(norm, each) for each in few)
         plain = len(self._moe) == len(layers) and not self._shared
-        self._few = FEW_ROWS if quantised and plain else 1
+        single = all(len(parts) == 1 for parts in self._qkv)
+        self._few = FEW_ROWS if quantised and plain and single else 1
         products = [product for layer in layers for product in _products(layer)]
         # the kernels of rows with adapters read whole matrices
         self._dense = all(type(product) is ReferenceLinear for product in products)
@@ -161,10 +163,13 @@ class DeviceDecoder:
         head: Linear,
     ) -> bool:
         """Whether the kernels support everything in this model."""
-        products = [head, *(product for layer in layers for product in _products(layer))]
+        # of several kinds only q, k and v: quantisers give v more bits
+        products = [head, *(each for layer in layers for each in _products(layer)[1:])]
+        qkv = [layer.qkv for layer in layers]
         moe = {layer.index for layer in moe_layers}
         return (
             all(type(product) in (ReferenceLinear, QuantLinear) for product in products)
+            and all(type(each) in (ReferenceLinear, QuantLinear, MixedLinear) for each in qkv)
             and not any(layer.norms_whole(shape) for layer in layers)
             and all((layer.gate_up is None) == (at in moe) for at, layer in enumerate(layers))
             and all(_plain(layer) for layer in moe_layers)
@@ -420,7 +425,7 @@ class DeviceDecoder:
         for index, layer in enumerate(self._layers):
             norm = PatchedNorm(layer.input_norm, shape.eps, index, ("q", "k", "v"))
             hidden, normed, terms = norm_rows(rows, hidden, product, norm, early)
-            weight, bias = self._qkv[index].weight, layer.qkv_bias
+            weight, bias = self._qkv[index][0].weight, layer.qkv_bias
             qkv = product_rows(rows, normed, weight, index, heads, terms, bias, early)
             mixed, weight = attend(layer, qkv, kv[index]), self._o[index].weight
             product = split_product_rows(rows, mixed, mixed, weight, index, "o", early)
@@ -481,20 +486,10 @@ class DeviceDecoder:
         shape, early, count = self._shape, self.dependent, len(x)
         device, dtype = x.device, x.dtype
         attend = self._attention(x, batch, early)
-        qkv = torch.empty((count, self._qkv[0].count), dtype=dtype, device=device)
+        qkv = torch.empty((count, self._layers[0].qkv.out_features), dtype=dtype, device=device)
         acts = torch.empty((count, shape.intermediate), dtype=dtype, device=device)
         for index, layer in enumerate(self._layers):
-            matrix = self._qkv[index]
-            gemv.norm_product(
-                x,
-                layer.input_norm,
-                shape.eps,
-                matrix,
-                qkv,
-                gemv_size(matrix),
-                layer.qkv_bias,
-                early,
-            )
+            self._project(x, index, layer, qkv, early)
             mixed = attend(layer, qkv, kv[index])
             matrix = self._o[index]
             gemv.product_add(mixed, matrix, x, gemv_size(matrix), early)
@@ -509,6 +504,19 @@ class DeviceDecoder:
                 gemv.product_add(acts, down, x, gemv_size(down), early)
         return x
 
+    def _project(
+        self, x: Tensor, index: int, layer: DecoderLayer, qkv: Tensor, early: bool
+    ) -> None:
+        """qkv = norm and product of few rows; of one where there are several kinds."""
+        first, eps, parts = 0, self._shape.eps, self._qkv[index]
+        for matrix in parts:
+            own, size, bias = qkv, gemv_size(matrix), layer.qkv_bias
+            if len(parts) > 1:
+                rows = slice(first, first + matrix.count)
+                own, bias = qkv[:, rows], None if bias is None else bias[rows]
+            gemv.norm_product(x, layer.input_norm, eps, matrix, own, size, bias, early)
+            first += matrix.count
+
     def _one_head(self, x: Tensor) -> Tensor:
         """fp32 logits of one row."""
         logits = torch.empty((1, self._head.count), dtype=torch.float32, device=x.device)
@@ -518,7 +526,7 @@ class DeviceDecoder:
 
     def _fits_one(self, patches: PatchRows) -> bool:
         """Whether the kernels of one row support these patches."""
-        rows = [gemv_size(matrix).rows for matrix in self._qkv]
+        rows = [gemv_size(matrix).rows for parts in self._qkv for matrix in parts]
         heights = (self._shape.q_size, self._shape.kv_size)
         return patches.kind == 0 and all(height % n == 0 for n in rows for height in heights)
 
@@ -548,7 +556,7 @@ class DeviceDecoder:
         for index, (layer, reader) in enumerate(zip(self._layers, readers, strict=True)):
             if pieces is None:
                 pieces = patched_gemv.first_pieces(rows, x, reader, early)
-            matrix = self._qkv[index]
+            (matrix,) = self._qkv[index]
             patched_gemv.norm_product(
                 rows, x, reader, eps, matrix, heights, qkv, gemv_size(matrix), pieces,
                 layer.qkv_bias, early,
@@ -740,6 +748,11 @@ def device_matrix(product: Linear) -> gemv.DeviceMatrix:
         return product.matrix
     assert isinstance(product, ReferenceLinear)
     return gemv.dense_matrix(product.weight)
+
+
+def device_matrices(product: Linear) -> tuple[gemv.DeviceMatrix, ...]:
+    parts = product.parts if isinstance(product, MixedLinear) else (product,)
+    return tuple(map(device_matrix, parts))
 
 
 def _maybe(product: Linear | None) -> gemv.DeviceMatrix | None:

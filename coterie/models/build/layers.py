@@ -28,6 +28,7 @@ from coterie.weights.quantize import (
     Int8Weight,
     Weight,
     dense,
+    split,
 )
 
 if TYPE_CHECKING:
@@ -48,21 +49,39 @@ class TokenEmbedding:
         return self._rows(token_ids).to(self.dtype)
 
 
-def stored_embedding(weight: Weight, device: torch.device, dtype: torch.dtype) -> TokenEmbedding:
+def stored_embedding(
+    weight: Weight, device: torch.device, dtype: torch.dtype, backend: str = "reference"
+) -> TokenEmbedding:
     """Of a stored matrix; only the rows that are read are widened."""
     if isinstance(weight, GgufBlocks):
         check_factors(weight.blocks(), weight.type)
+    if backend == "triton":
+        weight = split(weight)
+        if isinstance(weight, GgufBlocks):
+            from coterie.kernels.triton.quant_linear import QuantLinear
+
+            kept = QuantLinear([weight], device)
+            return TokenEmbedding(lambda ids: kept.rows(ids, dtype), dtype, kept.nbytes)
     table = _moved(weight, device)
+    if isinstance(table, DenseWeight):
+        return TokenEmbedding(table.tensor.__getitem__, dtype, table.nbytes)
     return TokenEmbedding(lambda ids: dense(rows_of(table, ids), dtype), dtype, table.nbytes)
 
 
-def _head_embedding(head: Linear, dtype: torch.dtype) -> TokenEmbedding | None:
+def _head_embedding(head: Linear, dtype: torch.dtype, backend: str) -> TokenEmbedding | None:
     """The rows of a tied head; None where its product does not give them."""
     from coterie.kernels.cpu.layers import PackedLinear
 
     if isinstance(head, ReferenceLinear):
         return TokenEmbedding(lambda ids: head.weight[ids], dtype, 0)
-    return TokenEmbedding(head.rows, dtype, 0) if isinstance(head, PackedLinear) else None
+    if isinstance(head, PackedLinear):
+        return TokenEmbedding(head.rows, dtype, 0)
+    if backend == "triton":
+        from coterie.kernels.triton.quant_linear import QuantLinear
+
+        if isinstance(head, QuantLinear):
+            return TokenEmbedding(lambda ids: head.rows(ids, dtype), dtype, 0)
+    return None
 
 
 def _moved(weight: Weight, device: torch.device) -> Weight:
@@ -129,13 +148,13 @@ def read_embedding_and_head(
     head = reader.product([rows])
     read = reader.reread(first if spec.tied else last, dtype)
     reader.targets["lm_head"] = TargetMatrix((-1, "head"), head, 0, spec.vocab, read)
-    hidden_dtype = reader.placement.hidden_dtype
-    embedding = _head_embedding(head, hidden_dtype) if spec.tied else None
+    hidden_dtype, backend = reader.placement.hidden_dtype, reader.placement.backend
+    embedding = _head_embedding(head, hidden_dtype, backend) if spec.tied else None
     if embedding is None:
         # the stored form is not larger and has the same values
         table = stored if dtype in ("auto", "fp32") else table
         with reader.naming(first):
-            embedding = stored_embedding(table, reader.device, hidden_dtype)
+            embedding = stored_embedding(table, reader.device, hidden_dtype, backend)
     return EmbeddingAndHead(embedding, head)
 
 

@@ -147,13 +147,13 @@ def joined_layers(blocks: Sequence[DecoderBlock]) -> list[DecoderLayer]:
 
 
 def _joined(first: Linear, second: Linear) -> Linear | None:
-    from coterie.kernels.triton.quant_linear import QuantLinear
+    from coterie.kernels.triton.quant_linear import MixedLinear, QuantLinear
 
     if isinstance(first, ReferenceLinear) and isinstance(second, ReferenceLinear):
         return joined([first, second])
     if isinstance(first, QuantLinear) and isinstance(second, QuantLinear):
         same = first.matrix.kind == second.matrix.kind
-        return QuantLinear.joined([first, second]) if same else None
+        return QuantLinear.joined([first, second]) if same else MixedLinear([first, second])
     return None
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import WeightsError
-from coterie.kernels.backend import make_linear
+from coterie.kernels.backend import best_backend, make_linear
 from coterie.kernels.linear import Linear
 from coterie.kernels.reference.layers import HeadLinear
 from coterie.models.build.targets import TargetMatrix, site_of
@@ -35,7 +35,8 @@ _COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 
 def keeps(device: str, kind: str) -> bool:
     """Whether products on this device read a kind of matrix; one that they do not is widened."""
-    return kind not in BLOCK_KINDS or torch.device(device).type == "cpu"
+    on_cpu = torch.device(device).type == "cpu"
+    return kind not in BLOCK_KINDS or on_cpu or best_backend(device) == "triton"
 
 
 class BiasedLinear:
@@ -153,7 +154,8 @@ class TensorReader:
         made = convert(weight, dtype)
         if isinstance(made, GgufBlocks) and not keeps(self.placement.device, made.kind):
             return DenseWeight(dense(made))
-        return made if self.device.type == "cpu" else split(made)
+        on_cpu = self.device.type == "cpu" and self.placement.backend != "triton"
+        return made if on_cpu else split(made)
 
     def exact(self, name: str, rows: int, columns: int) -> Linear:
         """A product that stays in fp32: a rounded gate would choose other experts."""

@@ -278,6 +278,14 @@ _BLOCKS = {
 }
 
 
+def parts(blocks: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """uint8 [n, bytes per block] -> the integers uint8 [n, groups, 32] of columns in order, and the
+    rest [n, bytes] as `reordered` has it: fp16 factors (minima are added), then scales and minima
+    of a byte."""
+    block = _BLOCKS[kind]
+    return block.read(blocks), block.read_head(blocks)
+
+
 def reordered(blocks: Tensor, kind: str) -> Tensor:
     """uint8 [n, bytes per block] -> the same bits in the order in which a panel has a row's items
     (weights/kinds.py)."""
