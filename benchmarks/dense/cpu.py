@@ -58,6 +58,15 @@ class System:
     rates: dict[str, list[float]] = field(default_factory=dict)
 
     def start(self) -> None:
+        self.open()
+        if self.problem:
+            return
+        probe = self.ask({"op": "decode", "prompt": 8, "tokens": 8, "seed": 0})
+        if probe is not None and probe < self.too_slow_tok_s:
+            self.problem = f"too slow to measure here ({probe:.1f} tok/s decode)"
+
+    def open(self) -> None:
+        """Until the model is loaded."""
         environment = dict(os.environ, PYTHONPATH=str(HERE.parent))
         self.process = subprocess.Popen(
             self.command,
@@ -70,12 +79,14 @@ class System:
         assert self.process.stdout is not None
         if not self.process.stdout.readline():
             self.problem = "does not start on this machine"
-            return
-        probe = self.ask({"op": "decode", "prompt": 8, "tokens": 8, "seed": 0})
-        if probe is not None and probe < self.too_slow_tok_s:
-            self.problem = f"too slow to measure here ({probe:.1f} tok/s decode)"
 
     def ask(self, request: dict[str, Any]) -> float | None:
+        """Tokens per second."""
+        value = self.request(request)
+        return None if value is None else float(value)
+
+    def request(self, request: dict[str, Any]) -> Any:
+        """What the worker's method returns; None, and `problem`, if it fails."""
         assert self.process is not None and self.process.stdin and self.process.stdout
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
@@ -84,7 +95,7 @@ class System:
         if "error" in answer:
             self.problem = answer["error"]
             return None
-        return float(answer["rate"])
+        return answer["value"]
 
     def stop(self) -> None:
         if self.process is not None and self.process.stdin is not None:

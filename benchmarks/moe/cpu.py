@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.dense.cpu import System, has_bf16_matmul, measure, ratios, table, worker
 from benchmarks.moe import random_moe
 from benchmarks.moe.disk import SOURCES, run_disk
-from benchmarks.peers import moe_files
+from benchmarks.peers import random_gguf
 from benchmarks.peers.__main__ import python_of
 from benchmarks.peers.protocol import median
 from coterie.weights.home import home
@@ -73,7 +73,7 @@ def systems(
         )
 
     def llamacpp(form: str, flash: str) -> Any:
-        return worker("llamacpp", str(moe_files.gguf(model, form)), flash, count)
+        return worker("llamacpp", str(random_gguf.gguf(model, form)), flash, count)
 
     if python_of("llamacpp").exists():
         for form, kind in (("BF16", "bf16"), ("Q8_0", "int8"), ("Q4_0", "int4")):

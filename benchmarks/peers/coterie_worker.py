@@ -73,8 +73,10 @@ class Peer:
                     middle = time.perf_counter()
         return middle - begin, time.perf_counter() - middle
 
-    def decode(self, prompt: int, tokens: int, seed: int) -> float:
-        return tokens / self._run([prompt_ids(prompt, seed)], tokens + 1)[1]
+    def decode(self, prompt: int, tokens: int, seed: int, streams: int = 1) -> float:
+        """All prompts fit into one step, so that every stream decodes from the first token on."""
+        prompts = [prompt_ids(prompt, seed * 1000 + i) for i in range(streams)]
+        return streams * tokens / self._run(prompts, tokens + 1)[1]
 
     def prefill(self, prompt: int, seed: int) -> float:
         return prompt / self._run([prompt_ids(prompt, seed)], 1)[0]

@@ -1,8 +1,8 @@
 """The protocol of every measured system: JSON lines on standard input and output.
 
 A peer's worker file makes an object with `decode`, `prefill`, `concurrent` and `long_context`, each
-returning tokens per second, and passes it to `serve`. Standard library only: a worker runs in the
-virtual environment of its peer.
+returning tokens per second, and passes it to `serve`; a method of another name is another request.
+Standard library only: a worker runs in the virtual environment of its peer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def median(values: list[float]) -> float:
 
 
 def serve(peer: Any) -> None:
-    """Answers each request line with {"rate": tokens per second} or {"error": text}."""
+    """Answers each request line with {"value": what the method returned} or {"error": text}."""
     # a library that prints to standard output must not break the protocol
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -37,7 +37,7 @@ def serve(peer: Any) -> None:
         operation = request.pop("op")
         begin = time.perf_counter()
         try:
-            answer = {"rate": getattr(peer, operation)(**request)}
+            answer = {"value": getattr(peer, operation)(**request)}
         except Exception as error:  # reported to the parent, which prints it in the table
             answer = {"error": f"{type(error).__name__}: {error}"}
         answer["wall_s"] = time.perf_counter() - begin
