@@ -16,21 +16,25 @@ import torch
 PAGE = 4096
 
 
-def best_of(run: Callable[[], object], repeats: int = 7) -> float:
+def best_of(
+    run: Callable[[], object], repeats: int = 7, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Median seconds of a run, after one warm-up."""
     run()
     times = []
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin = clock()
         run()
-        times.append(time.perf_counter() - begin)
+        times.append(clock() - begin)
     return statistics.median(times)
 
 
-def read_bandwidth(num_bytes: int = 1 << 30) -> float:
+def read_bandwidth(
+    num_bytes: int = 1 << 30, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Bytes per second that all threads read: a sum over more bytes than all caches."""
     buffer = torch.ones(num_bytes // 4)
-    return num_bytes / best_of(buffer.sum)
+    return num_bytes / best_of(buffer.sum, clock=clock)
 
 
 def matmul_rate(dtype: torch.dtype = torch.float32, size: int = 1024) -> float:

@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,11 +147,16 @@ def has_bf16_matmul() -> bool:
     return any(flag in flags for flag in ("amx_bf16", "avx512_bf16", "bf16\n", " bf16 "))
 
 
-def measure(chosen: list[System], rounds: int, cases: dict[str, Any]) -> list[float]:
+def measure(
+    chosen: list[System],
+    rounds: int,
+    cases: dict[str, Any],
+    bandwidth: Callable[[], float] = read_bandwidth,
+) -> list[float]:
     bandwidths = []
     for turn in range(rounds):
         for case, request in cases.items():
-            bandwidths.append(read_bandwidth())
+            bandwidths.append(bandwidth())
             shift = turn % len(chosen)
             for system in chosen[shift:] + chosen[:shift]:
                 if system.problem:

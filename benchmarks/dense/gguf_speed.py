@@ -1,7 +1,7 @@
 """GGUF files on this CPU: Coterie and llama.cpp on the same files, rounds interleaved.
 
     python -m benchmarks.dense.gguf_speed [MODEL ...] [--mixes Q4_K_M,Q6_K] [--rounds 3]
-        [--threads 2] [--cases decode] [--json FILE]
+        [--threads 2] [--cases decode] [--cpu-time] [--json FILE]
 
 MODEL: see `benchmarks.peers.quantised_files`, which makes the mixes. Both programs load one file at
 a time. llama.cpp has flash attention, a mapped file, fp16 keys and values, and those of its batch
@@ -11,21 +11,30 @@ every round: how far the two medians lie apart is the noise.
 Ratios are medians over the rounds of Coterie's rate over llama.cpp's. The limit of decoding is the
 bytes of the file that one step reads over the read bandwidth measured before each case; of experts
 only one stream's bytes are known.
+
+--cpu-time: for a busy machine. One thread each, and seconds are processor time of the process that
+computes, of the read bandwidth too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.dense.cpu import System, measure, worker
-from benchmarks.peers.protocol import median
+from benchmarks.limits import read_bandwidth
+from benchmarks.peers.protocol import CPU_TIME, median
 from benchmarks.peers.quantised_files import MIXES, MODELS, has_experts, mixed, token_bytes
 
 CASES: dict[str, dict[str, Any]] = {
@@ -79,7 +88,9 @@ class FileRates:
         return rate / streams * self.token_bytes / median(self.bandwidths)
 
 
-def measure_file(path: Path, cases: dict[str, Any], rounds: int, threads: int) -> FileRates:
+def measure_file(
+    path: Path, cases: dict[str, Any], rounds: int, threads: int, bandwidth: Callable[[], float]
+) -> FileRates:
     found = FileRates(path.stat().st_size, token_bytes(path), has_experts(path))
     count = str(threads)
     ours = System(OURS, "", worker("coterie", str(path), "auto", count), TOO_SLOW_TOK_S)
@@ -94,7 +105,7 @@ def measure_file(path: Path, cases: dict[str, Any], rounds: int, threads: int) -
         again.process, again.problem = ours.process, ours.problem
         if not peer.problem:
             found.settings = peer.request({"op": "choose"}) or {}
-        found.bandwidths = measure([ours, peer, again], rounds, cases)
+        found.bandwidths = measure([ours, peer, again], rounds, cases, bandwidth)
     finally:
         for system in (ours, peer):
             system.stop()
@@ -142,7 +153,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write every figure there")
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, by processor time")
     args = parser.parse_args()
+    bandwidth: Callable[[], float] = read_bandwidth
+    if args.cpu_time:
+        args.threads = 1
+        torch.set_num_threads(1)
+        os.environ[CPU_TIME] = "1"
+        bandwidth = partial(read_bandwidth, clock=time.process_time)
     cases = {
         name: case
         for name, case in CASES.items()
@@ -153,18 +171,19 @@ def main() -> None:
         for mix in args.mixes.split(","):
             path = mixed(model, mix, args.threads)
             name = f"{Path(model).stem} {mix}"
-            files[name] = measure_file(path, cases, args.rounds, args.threads)
+            files[name] = measure_file(path, cases, args.rounds, args.threads, bandwidth)
             print(table({name: files[name]}, list(cases)), file=sys.stderr)
             if args.json:
-                _write(args.json, files, args.rounds, args.threads)
+                _write(args.json, files, args)
     print(table(files, list(cases)))
 
 
-def _write(path: Path, files: dict[str, FileRates], rounds: int, threads: int) -> None:
+def _write(path: Path, files: dict[str, FileRates], args: argparse.Namespace) -> None:
     record = {
         "machine": platform.machine(),
-        "rounds": rounds,
-        "threads": threads,
+        "rounds": args.rounds,
+        "threads": args.threads,
+        "clock": "processor time" if args.cpu_time else "wall",
         "cases": CASES,
         "files": {name: asdict(file) for name, file in files.items()},
     }

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import torch
-from protocol import prompt_ids, serve
+from protocol import clock, prompt_ids, serve
 
 from coterie.core.events import Delta, Failed
 from coterie.core.lane import LaneConfig
@@ -60,7 +60,7 @@ class Peer:
 
     def _run(self, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
         """(seconds until every prompt gave its first token, seconds after that)."""
-        begin = middle = time.perf_counter()
+        begin = middle = clock()
         for ids in prompts:
             self._add(ids, tokens)
         started: set[str] = set()
@@ -70,8 +70,8 @@ class Peer:
                     raise RuntimeError(event.message)
                 if isinstance(event, Delta) and event.request_id not in started:
                     started.add(event.request_id)
-                    middle = time.perf_counter()
-        return middle - begin, time.perf_counter() - middle
+                    middle = clock()
+        return middle - begin, clock() - middle
 
     def decode(self, prompt: int, tokens: int, seed: int, streams: int = 1) -> float:
         """All prompts fit into one step, so that every stream decodes from the first token on."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import time
 
 import llama_cpp as ll
 import numpy as np
-from protocol import prompt_ids, serve
+from protocol import clock, prompt_ids, serve
 
 # rows of a batch that run through the layers together
-UBATCHES = (128, 256, 512, 1024)
+UBATCHES = (128, 256, 512)
 DEFAULT_UBATCH = 512
 # rows whose logits are kept at a time
 LOGIT_ROWS = 128
@@ -41,7 +40,7 @@ class Peer:
         """Takes the settings that are fastest here, by a short trial."""
         prefill: dict[int, float] = {}
         for self.ubatch in UBATCHES:
-            prefill[self.ubatch] = self.prefill(1024, 0)
+            prefill[self.ubatch] = self.prefill(512, 0)
         self.ubatch = max(prefill, key=prefill.__getitem__)
         decode: dict[bool, float] = {}
         for self.unified in (False, True):
@@ -102,14 +101,14 @@ class Peer:
     def _run(self, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
         context = self._context(len(prompts[0]) + tokens + 1, len(prompts))
         try:
-            begin = time.perf_counter()
+            begin = clock()
             current = self._prompts(context, prompts)
-            middle = time.perf_counter()
+            middle = clock()
             for step in range(tokens):
                 position = len(prompts[0]) + step
                 self._feed(context, [(t, position, s, True) for s, t in enumerate(current)])
                 current = [self._argmax(context, row) for row in range(len(prompts))]
-            return middle - begin, time.perf_counter() - middle
+            return middle - begin, clock() - middle
         finally:
             ll.llama_free(context)
 

@@ -1,6 +1,8 @@
 """Random models as GGUF files, which llama.cpp reads too. Random weights: speed anchors.
 
-Llama, Qwen3 and Qwen3-MoE. The vocabulary has bytes and a name for every other token.
+Llama, Qwen3 and Qwen3-MoE. The vocabulary has bytes and a name for every other token. Rows of a
+Llama's q and k are written in the order they have, which a converter would change: one more random
+model, the same for whoever reads the file.
 """
 
 from __future__ import annotations
