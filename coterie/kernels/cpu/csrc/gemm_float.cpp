@@ -8,7 +8,7 @@ constexpr int TILE_ROWS = VL == 4 ? 4 : VL == 8 ? 6 : 12, TILE_PANELS = VL == 16
 #define CT_GEMV_PANELS (VL == 4 ? 1 : 2)  // of a single row: the hardware prefetches one stream best
 #endif
 constexpr int GEMV_PANELS = CT_GEMV_PANELS;
-constexpr int K_BLOCK = VL == 4 ? 640 : VL == 8 ? 384 : 320;  // a block of the panel stays in the L1 cache
+constexpr int K_BLOCK = VL == 4 ? 640 : VL == 8 ? 384 : 192;  // a block of the panel stays in the L1 cache
 constexpr int WIDEN_ROWS = 2 * TILE_ROWS;  // from here on, widening a panel into scratch pays
 
 struct F32Weights {
@@ -61,15 +61,17 @@ template <class W, int MR, int NP> CT_FLAT static void kernel(const W w, const S
         each<MR>([&](auto m) { xs[m] = xload(x + m * ldx + k); });
         each<2>([&](auto pair) {
             typename W::Two two[NV];
-            each<NV>([&](auto v) {
-                two[v] = W::load(w, v / PV, v % PV, k, pair);
-                const vf b = W::even(two[v]);
-                each<MR>([&](auto m) { acc[m][v] = vfma_at<2 * pair>(acc[m][v], b, xs[m]); });
-            });
-            each<NV>([&](auto v) {
-                const vf b = W::odd(two[v]);
-                each<MR>([&](auto m) { acc[m][v] = vfma_at<2 * pair + 1>(acc[m][v], b, xs[m]); });
-            });
+            vf weight[NV];
+            // row by row: an activation is read once for all panels, or else loads would be the limit
+            const auto add = [&](auto at) {
+                each<MR>([&](auto m) {
+                    each<NV>([&](auto v) { acc[m][v] = vfma_at<at>(acc[m][v], weight[v], xs[m]); });
+                });
+            };
+            each<NV>([&](auto v) { weight[v] = W::even(two[v] = W::load(w, v / PV, v % PV, k, pair)); });
+            add(std::integral_constant<int, 2 * pair>{});
+            each<NV>([&](auto v) { weight[v] = W::odd(two[v]); });
+            add(std::integral_constant<int, 2 * pair + 1>{});
         });
     }
     each<MR>([&](auto m) { each<NV>([&](auto v) { vstore(spot(m, v), acc[m][v]); }); });
@@ -78,6 +80,7 @@ template <class W, int MR, int NP> CT_FLAT static void kernel(const W w, const S
 template <class W, int NP> static void all_rows(const W& w, const Span& s, int rows) {
     int row = 0;
     for (; row + TILE_ROWS <= rows; row += TILE_ROWS) kernel<W, TILE_ROWS, NP>(w, s, row);
+    if (TILE_ROWS > 8 && row + 8 <= rows) kernel<W, 8, NP>(w, s, row), row += 8;
     if (TILE_ROWS > 4)
         for (; row + 4 <= rows; row += 4) kernel<W, 4, NP>(w, s, row);
     switch (rows - row) {

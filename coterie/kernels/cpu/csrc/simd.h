@@ -21,6 +21,10 @@ template <class F, int... I> CT_INLINE void each_of(F& f, std::integer_sequence<
 }
 template <int N, class F> CT_INLINE void each(F f) { each_of(f, std::make_integer_sequence<int, N>{}); }
 
+// A body for `each` that the compiler may not keep as a function, with its vectors in memory; CT_FLAT
+// alone is no promise where bodies lie in each other.
+#define CT_EACH(i) [&](auto i) __attribute__((always_inline))
+
 constexpr int PANEL = 16;  // output rows interleaved in one panel of packed weights
 constexpr int GROUP = 32;  // elements along k that share one scale
 
