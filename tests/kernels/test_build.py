@@ -99,6 +99,7 @@ def test_two_processes_compile_once(tmp_path: Path) -> None:
 
 @needs_compiler
 @pytest.mark.full
+@pytest.mark.timeout(1200)  # vectors that the compiler makes itself take minutes
 @pytest.mark.parametrize("layer", ["bytes", "words", "amx"])
 def test_other_layers_agree(layer: str, tmp_path: Path) -> None:
     """The portable vectors, with integers of one byte or two, and the AMX code over emulated tiles
