@@ -54,7 +54,8 @@ def test_batches_outlive_a_killed_server_and_end_once(home: Path) -> None:
     first = batch_server(home, SMALL)
     try:
         client = client_of(first)
-        batch, late = begin(client, chats(40, 80)), begin(client, chats(6, 80))
+        # the second one is long enough to be unfinished, however much of it runs beside the first
+        batch, late = begin(client, chats(40, 80)), begin(client, chats(6, 400))
         messages = anthropic_of(first).messages.batches.create(
             requests=[_message(i, 60) for i in range(8)]
         )

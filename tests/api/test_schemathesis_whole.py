@@ -34,6 +34,7 @@ def admin_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)  # hundreds of requests to each address, of which many generate
 @WHOLE.parametrize()
 def test_whatever_can_be_sent(case: Any, admin_server: Served) -> None:
     tame(case)

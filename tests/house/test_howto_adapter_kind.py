@@ -43,6 +43,7 @@ def import_beside(path: Path, package: str, module: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 def test_the_page_adds_a_kind(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     for name in ("coterie", "tests"):
@@ -76,7 +77,7 @@ def test_the_page_adds_a_kind(tmp_path: Path) -> None:
 
 def run(command: list[str], tree: Path) -> str:
     done = subprocess.run(
-        command, cwd=tree, capture_output=True, text=True, timeout=250,
+        command, cwd=tree, capture_output=True, text=True, timeout=800,
         env={**os.environ, "PYTHONPATH": str(tree)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

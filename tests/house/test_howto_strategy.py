@@ -92,6 +92,7 @@ def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)  # one of them runs the tests of every strategy
 def test_its_commands_succeed(followed: Path, tmp_path: Path) -> None:
     lines = [line for code, _ in blocks("console") for line in code.splitlines()]
     assert len(lines) == 4 and all(line.startswith("$ .venv/bin/") for line in lines)
