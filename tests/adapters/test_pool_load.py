@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from coterie.adapters.pool import AdapterPool
+from coterie.core.errors import InternalError
 from coterie.core.plan import AdapterChoice, stack_key
 from coterie.kernels.patch import PatchStack
 from tests.helpers.adapters.adapter_pool import (
@@ -48,8 +49,12 @@ class Crowd:
             self.pool.want(asked)
         for adapters in list(self._waiting):
             if len(self._running) < 4 and self.pool.state(stack_key(adapters)) == "ready":
+                try:
+                    stack = self.pool.take(stack_key(adapters))
+                except InternalError:
+                    # evicted since its state was read: it waits on, as in an engine
+                    continue
                 self._waiting.remove(adapters)
-                stack = self.pool.take(stack_key(adapters))
                 self._check(adapters, stack)
                 copy = torch.cat([p.a.flatten() for p in stack.patches.values() if p.a is not None])
                 self._running.append((adapters, stack, copy))
