@@ -90,3 +90,12 @@ def test_a_factor_that_is_no_number_is_refused(stored: str, factor: str) -> None
     weight.data[31, at : at + 2] = torch.tensor([float(factor)]).half().view(torch.uint8)
     with pytest.raises(NotFinite):
         make_linear([weight], "cpu")
+
+
+def test_a_factor_that_is_no_number_is_refused_beside_scales_too_large() -> None:
+    """Whichever thread finds its own first: fp32 would keep the other."""
+    weight = random_blocks("Q4_0", 512, 256, torch.tensor([20_000.0]).half())
+    weight.data[200, :2] = torch.tensor([float("nan")]).half().view(torch.uint8)
+    for _ in range(200):
+        with pytest.raises(NotFinite):
+            make_linear([weight], "cpu")

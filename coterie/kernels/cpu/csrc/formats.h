@@ -1,7 +1,7 @@
 // Formats of quantised panels: blocks of SPAN columns x 16 rows, one after another; in a block groups
 // of 32 columns in order. weight = scale * q + minimum. A format says where its bytes lie and how they
 // become integers and factors; a new one is a struct here, a packer in pack.cpp, and a row of
-// kernels/formats.py. A group's integers:
+// weights/kinds.py. A group's integers:
 //   nibbles     [4][16][4] bytes: byte j of step i and row r has column 4 i + j low, 16 + 4 i + j high
 //   fifth bits  [16][4] bytes: bit i of byte j belongs to column 4 i + j, bit 4 + i to 16 + 4 i + j
 //   two bits    [2][16][4] bytes: bits 2 i, 2 i + 1 of byte j in half h belong to column 16 h + 4 i + j

@@ -3,12 +3,9 @@
 // in fp32.
 #include "gemm.h"
 
-#if !defined(CT_WORDS)
-#define CT_WORDS 0
-#endif
 // output vectors whose weights of one group fill the registers; each activation is read once for them
 constexpr int VECS = VL == 8 || CT_WORDS ? 1 : 2;
-constexpr int AT_ONCE = 4;             // rows whose sums run side by side
+constexpr int AT_ONCE = 4;  // rows whose sums run side by side
 constexpr int QUANT_ROWS = 16;  // rows that share one unpacking: their integers stay in the L1 cache
 
 template <class F> constexpr int HALVES = 3 - F::SCALES;  // of a group, in one part

@@ -290,8 +290,10 @@ int32_t ct_pack(int32_t source, int64_t n, int64_t k, const void* q, const void*
                     case KIND_Q5K: status = pack_blocks<KBlocks<1>>(n, k, q, panel, to); break;
                     default: status = pack_blocks<Q6KBlocks>(n, k, q, panel, to);
                 }
-                // NOT_FINITE is the graver one
-                if (status == NOT_FINITE || (status == NOT_HELD && worst == DONE)) worst = status;
+                // NOT_FINITE is the graver one, whichever thread finds it first
+                Status none = DONE;
+                if (status == NOT_FINITE) worst = status;
+                else if (status == NOT_HELD) worst.compare_exchange_strong(none, status);
             }
         });
     };

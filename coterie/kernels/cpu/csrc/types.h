@@ -1,8 +1,8 @@
-// The plain C structures shared with kernels/cpu.py (ctypes), and the internal view of one product.
+// The plain C structures shared with kernels/cpu/abi.py (ctypes), and the internal view of one product.
 #pragma once
 #include "simd.h"
 
-// in the order of kernels/formats.py
+// in the order of weights/kinds.py
 enum Kind : int32_t { KIND_F32, KIND_BF16, KIND_INT8, KIND_INT4, KIND_Q5_0, KIND_Q5_1, KIND_Q4K, KIND_Q5K, KIND_Q6K };
 
 // a file's blocks that become panels of int8 and int4
