@@ -34,11 +34,14 @@ def is_shortage(error: BaseException) -> bool:
 _STACK_BYTES, _FIRST_BYTES = 8 << 20, 2 << 20
 
 
-def started(work: Callable[[], None], name: str, count: int) -> list[threading.Thread]:
-    """Threads that run `work`: `count`, or as many as the system has memory for, at least one."""
+def started(
+    work: Callable[[], None], name: str, count: int, *, is_awaited: bool = False
+) -> list[threading.Thread]:
+    """Threads that run `work`: `count`, or as many as the system has memory for, at least one.
+    `is_awaited`: the interpreter does not end before them."""
     threads: list[threading.Thread] = []
     for _ in range(count):
-        thread = threading.Thread(target=work, name=name, daemon=True)
+        thread = threading.Thread(target=work, name=name, daemon=not is_awaited)
         try:
             # Python waits for ever for a thread that dies of a shortage before its first line
             mmap.mmap(-1, (threading.stack_size() or _STACK_BYTES) + _FIRST_BYTES).close()

@@ -171,7 +171,10 @@ class LLM:
             self._host.close()
             self.adapters.close()
 
-        self._shared.call(end)
+        try:
+            self._shared.call(end)
+        finally:
+            self._shared.close()
 
     def graph_stats(self) -> dict[str, float]:
         """How many steps are captured, and their memory; empty where none are."""

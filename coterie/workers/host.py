@@ -157,7 +157,7 @@ class _TokenizerReading:
         self._path = path
         self._header = checkpoint.take_header() if isinstance(checkpoint, GGUFCheckpoint) else None
         self._found: Future[Tokenizer] = Future()
-        started(self._read, "tokenizer", 1)
+        started(self._read, "tokenizer", 1, is_awaited=True)
 
     def result(self) -> Tokenizer:
         return self._found.result()

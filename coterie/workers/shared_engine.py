@@ -8,6 +8,7 @@ that is held during a step, so that a new request joins the next step.
 
 from __future__ import annotations
 
+import atexit
 import math
 import threading
 import weakref
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from coterie.core.errors import InternalError, from_code
+from coterie.core.errors import InternalError, Unavailable, from_code
 from coterie.core.events import Event, Failed, Finished, Started
 from coterie.core.plan import Assignment, Rejected
 from coterie.obs.log import log
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from coterie.engine.engine import Engine
 
 _T = TypeVar("_T")
+# the most that is waited for a step to end
+END_S = 30.0
+_CLOSED = "this engine was closed"
 
 
 @dataclass(slots=True, eq=False)
@@ -82,10 +86,14 @@ class SharedEngine:
         self._asked: deque[Callable[[], None]] = deque()
         # requests that found the queue full, in the order in which they came
         self._entering: list[RequestEntry] = []
-        # released when there is work; the thread ends when nobody has this object any more
-        self._work = threading.Semaphore(0)
-        weakref.finalize(self, self._work.release).atexit = False
-        started(partial(_serve, weakref.ref(self), self._work), "engine", 1)
+        self._thread = _EngineThread(self)
+        # nobody has this object any more
+        weakref.finalize(self, self._thread.end).atexit = False
+
+    def close(self) -> None:
+        """End the thread. Who waits for a step, now or later, gets an Unavailable."""
+        self._thread.end()
+        self._fail(Unavailable(_CLOSED))
 
     def enter(self, assignment: Assignment) -> RequestEntry:
         """Let a request in with the next step. To be followed by `remove`."""
@@ -157,10 +165,12 @@ class SharedEngine:
         with self._guard:
             if ready():
                 return
+            if self._thread.has_ended:
+                raise Unavailable(_CLOSED)
             self._waiting.append(waiter)
             if not self._is_running:
                 self._is_running = True
-                self._work.release()
+                self._thread.wake()
         try:
             # released by the engine's thread
             waiter.woken.acquire()
@@ -174,7 +184,7 @@ class SharedEngine:
 
     def run(self) -> None:
         """Steps while somebody waits. Called by the engine's thread."""
-        while True:
+        while not self._thread.has_ended:
             try:
                 self._do_asked()
                 self._enter()
@@ -251,11 +261,42 @@ class SharedEngine:
         return goes_on
 
 
-def _serve(shared: weakref.ref[SharedEngine], work: threading.Semaphore) -> None:
-    while True:
-        work.acquire()
-        found = shared()
-        if found is None:
-            return
-        found.run()
-        del found
+class _EngineThread:
+    """Runs an engine's steps until `end`, which the interpreter waits for before it ends: a thread
+    that is inside of torch then would end the process with it (SIGABRT)."""
+
+    def __init__(self, shared: SharedEngine) -> None:
+        self.has_ended = False
+        # released when there is work
+        self._work = threading.Semaphore(0)
+        (self._thread,) = started(partial(self._serve, weakref.ref(shared)), "engine", 1)
+        _threads.add(self)
+
+    def wake(self) -> None:
+        self._work.release()
+
+    def end(self) -> None:
+        """After the running step."""
+        self.has_ended = True
+        self._work.release()
+        # the collector may call this on any thread
+        if threading.current_thread() is not self._thread:
+            self._thread.join(END_S)
+
+    def _serve(self, shared: weakref.ref[SharedEngine]) -> None:
+        while True:
+            self._work.acquire()
+            found = shared()
+            if self.has_ended or found is None:
+                return
+            found.run()
+            del found
+
+
+_threads: weakref.WeakSet[_EngineThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    for thread in list(_threads):
+        thread.end()

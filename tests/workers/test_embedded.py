@@ -15,7 +15,12 @@ import pytest
 
 from coterie import LLM
 from coterie.core.config import CAPTURES
-from coterie.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
+from coterie.core.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    Unavailable,
+)
 from coterie.core.request import Chat, Message
 from tests.helpers.models.tiny import tiny_checkpoint
 
@@ -171,3 +176,43 @@ def test_a_model_that_is_dropped_leaves_no_threads() -> None:
         for thread in started:
             thread.join(0.1)
     assert not any(thread.is_alive() for thread in started)
+
+
+BUSY_AT_THE_END = """
+import sys, threading, time
+from coterie import LLM
+llm = LLM(sys.argv[1], dtype="fp32", threads=1, kv_bytes=8_000_000)
+asked = {"max_tokens": 900, "ignore_eos": True}
+for _ in range(4):
+    threading.Thread(target=lambda: llm.generate("hello", **asked), daemon=True).start()
+while not llm._engine.has_work():
+    time.sleep(0.01)
+if sys.argv[2] == "closed":
+    llm.close()
+print("the end")
+"""
+
+
+@pytest.mark.parametrize("how", ["left", "closed"])
+def test_a_program_that_ends_while_steps_run_ends_well(how: str) -> None:
+    """A thread that is inside of torch when the interpreter ends would abort the process."""
+    command = [sys.executable, "-c", BUSY_AT_THE_END, str(tiny_checkpoint("llama")), how]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
+        assert "terminate" not in done.stderr
+
+
+def test_a_closed_model_ends_what_runs_and_says_so() -> None:
+    llm = LLM(str(tiny_checkpoint("llama")), dtype="fp32", threads=1, kv_bytes=8_000_000)
+    asked = {"max_tokens": 900, "ignore_eos": True}
+    thread = threading.Thread(target=lambda: llm.generate("hello", **asked))
+    thread.start()
+    while not llm._engine.has_work():
+        time.sleep(0.01)
+    llm.close()
+    llm.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    with pytest.raises(Unavailable, match="closed"):
+        llm.generate("hello", max_tokens=1)
