@@ -12,6 +12,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +78,14 @@ ENGINE_PROGRAM: WorkerProgram[ReplicaInfo, WorkerReport] = WorkerProgram(
 )
 
 
+# of reading what a worker has sent, before others have their turn
+TURN_S = 0.005
+
+
 class WorkerSocket:
     """A PAIR socket on the event loop. ZeroMQ's descriptor is edge-triggered: read until it is
-    empty, and check again after every send, because a send may consume the edge."""
+    empty, and check again after every send, because a send may consume the edge. In turns: a worker
+    may send as fast as is read."""
 
     def __init__(self, address: str, on_message: Callable[[bytes], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -90,7 +96,8 @@ class WorkerSocket:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.bind(address)
         self._descriptor: int = self._socket.getsockopt(zmq.FD)
-        self._loop.add_reader(self._descriptor, self.read)
+        self._will_read = False
+        self._loop.add_reader(self._descriptor, self._read)
 
     def send(self, command: object) -> bool:
         """False if there is no worker at the other end."""
@@ -104,16 +111,36 @@ class WorkerSocket:
             self._socket.send(message, zmq.NOBLOCK)
         except zmq.Again:
             return False
-        self._loop.call_soon(self.read)
+        self._read_soon()
         return True
 
-    def read(self) -> None:
+    async def read_rest(self) -> None:
+        """Of a process that has ended."""
+        while self._read_turn():
+            await asyncio.sleep(0)
+
+    def _read_soon(self) -> None:
+        if not self._will_read:
+            self._will_read = True
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        self._will_read = False
+        if self._read_turn():
+            self._read_soon()
+
+    def _read_turn(self) -> bool:
+        """Whether there may be more."""
+        ends_at = time.monotonic() + TURN_S
         while not self._socket.closed:
             try:
                 message = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return False
             self._on_message(message)
+            if time.monotonic() >= ends_at:
+                return True
+        return False
 
     def close(self) -> None:
         if not self._socket.closed:
@@ -206,7 +233,7 @@ class WorkerProcess:
     async def exited(self) -> int:
         """Wait until the process ends; the socket is closed after the last message."""
         code = await self._process.wait()
-        self._link.read()
+        await self._link.read_rest()
         self._release()
         return code
 
