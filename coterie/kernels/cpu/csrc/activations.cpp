@@ -13,11 +13,19 @@ static unsigned forms_of(const Matrix& matrix) {
     return forms;
 }
 
+// Rows are an odd number of cache lines apart: at a power of two all would share a few places of the L1
+// cache.
+template <class T> static int64_t distance(int64_t columns) {
+    constexpr int64_t LINE = 64 / sizeof(T);
+    return round_up(columns, LINE) | LINE;
+}
+static int64_t groups_apart(int64_t columns) { return distance<int8_t>(columns * 2) / (2 * GROUP); }
+
 void InputBuffers::reserve(const Matrix& matrix, int64_t rows) {
     const unsigned forms = forms_of(matrix);
-    const int64_t groups = rows * (matrix.k / GROUP);
-    if (forms & FORM_F32) x.need<float>(rows * round_up(matrix.k, 4));
-    if (forms & FORM_BF16) bf16.need<uint16_t>(rows * round_up(matrix.k, BF16_K));
+    const int64_t groups = rows * groups_apart(matrix.k);
+    if (forms & FORM_F32) x.need<float>(rows * distance<float>(matrix.k));
+    if (forms & FORM_BF16) bf16.need<uint16_t>(rows * distance<uint16_t>(matrix.k));
     if (!(forms & FORM_PLANES)) return;
     planes.need<int8_t>(groups * 2 * GROUP);
     scale.need<float>(groups), sum.need<float>(groups), isum.need<int32_t>(groups);
@@ -28,7 +36,7 @@ Encoder::Encoder(InputBuffers& buffers, const Matrix& matrix)
     : forms_(forms_of(matrix)), k_(matrix.k), x_(buffers.x.at<float>()), scale_(buffers.scale.at<float>()),
       sum_(buffers.sum.at<float>()), half_sum_(buffers.half_sum.at<float>()), bf16_(buffers.bf16.at<uint16_t>()), planes_(buffers.planes.at<int8_t>()),
       isum_(buffers.isum.at<int32_t>()) {
-    in_ = {x_, round_up(k_, 4), bf16_, round_up(k_, BF16_K), planes_, scale_, sum_, isum_, half_sum_, k_ / GROUP};
+    in_ = {x_, distance<float>(k_), bf16_, distance<uint16_t>(k_), planes_, scale_, sum_, isum_, half_sum_, groups_apart(k_)};
 }
 
 // One span per row when there are rows for everyone, else rows are cut.
@@ -80,7 +88,7 @@ void Encoder::encode(int64_t row, int64_t from, int64_t to, const float* x) {
         for (int64_t i = 0; i < to - from; ++i) out[i] = float_to_bf16(x[i]);
     }
     if (forms_ & FORM_PLANES) {
-        const int64_t at = row * in_.groups + from / GROUP;
+        const int64_t at = row * in_.ld_groups + from / GROUP;
         const GroupSums sums = quantize(x, planes_ + at * 2 * GROUP);
         const int32_t total = sums.half[0] + sums.half[1];
         scale_[at] = sums.scale, sum_[at] = sums.scale * float(total), isum_[at] = total * W_OFFSET;
@@ -91,9 +99,9 @@ void Encoder::encode(int64_t row, int64_t from, int64_t to, const float* x) {
 
 void Encoder::pad(int64_t row) {
     if (forms_ & FORM_F32)
-        for (int64_t i = k_; i < in_.ldx; ++i) x_[row * in_.ldx + i] = 0.0f;
+        for (int64_t i = k_; i < round_up(k_, 4); ++i) x_[row * in_.ldx + i] = 0.0f;
     if (forms_ & FORM_BF16)
-        for (int64_t i = k_; i < in_.ld_bf16; ++i) bf16_[row * in_.ld_bf16 + i] = 0;
+        for (int64_t i = k_; i < round_up(k_, BF16_K); ++i) bf16_[row * in_.ld_bf16 + i] = 0;
 }
 
 float rms_factor(const float* x, int64_t n, float eps) {

@@ -1,5 +1,5 @@
 // AMX tiles for bf16 panels (every number of rows, so that bits do not depend on it) and for
-// quantised panels of many rows (the integers of the AVX-512 path, hence the same bits).
+// quantised panels (runs of 16 rows: the integers of the AVX-512 path, hence the same bits).
 #include "amx.h"
 #include "gemm.h"
 
@@ -91,72 +91,102 @@ void amx_bf16_tile(const TileJob& job) {
     _tile_release();
 }
 
-// The weights of one part of a group as a tile, a row of which is four columns.
-template <class F, int PART> static void load_part(const uint8_t* block, int group, uint8_t* unpacked) {
-    if (F::SPAN * PANEL + 2 * PANEL == F::BYTES) {  // int8: bytes that need no unpacking
-        _tile_loadd(6, block, 64);
-        return;
-    }
-    each<4>([&](auto step) {
-        vb w[2];
-        F::template weights<step>(block, group, 0, w[0], w[1]);
-        vbstore(unpacked + step * 64, w[F::SCALES == 2 ? PART : 0]);
-        if (F::SCALES == 1) vbstore(unpacked + (4 + step) * 64, w[1]);
-    });
-    keep_stores(unpacked);
-    _tile_loadd(6, unpacked, 64);
-}
+constexpr int CHUNK = 8;  // groups that are unpacked at once
 
-// Up to 16 rows from `row` on of one panel.
-template <class F, int ROWS> static void quant_panel(const TileJob& job, int p, int row) {
-    constexpr int GROUPS = F::SPAN / GROUP, PART_COLUMNS = GROUP / F::SCALES;
-    const Input& in = *job.in;
-    const int rows = job.rows - row < 16 ? job.rows - row : 16;
-    const int64_t stride = in.groups * 2 * GROUP, first = (job.row + row) * in.groups;
-    const int8_t* x = in.planes + first * 2 * GROUP;
-    const uint8_t* panel = job.panel + p * job.panel_stride;
-    alignas(64) int32_t dots[2][16 * 16];
-    alignas(64) uint8_t unpacked[512];
-    vf sum[16];
-    for (int m = 0; m < 16; ++m) sum[m] = vset(0.0f);
-    for (int64_t g = 0; g < in.groups; ++g) {
-        const uint8_t* block = panel + g / GROUPS * F::BYTES;
-        const int group = int(g % GROUPS);
-        each<F::SCALES>([&](auto part) {
-            const int8_t* from = x + g * 2 * GROUP + part * PART_COLUMNS;
-            load_part<F, part>(block, group, unpacked);
-            _tile_zero(0); _tile_zero(2);
-            _tile_loadd(4, from, stride);
-            _tile_dpbsud(0, 4, 6);
-            _tile_stored(0, dots[0], 64);
-            if (PLANES == 2) {
-                _tile_loadd(5, from + GROUP, stride);
-                _tile_dpbsud(2, 5, 6);
-                _tile_stored(2, dots[1], 64);
-            }
-            const vf scale = F::scale(block, group, part, 0), minimum = F::minimum(block, group, part, 0);
-            for (int m = 0; m < (ROWS ? ROWS : rows); ++m) {
-                vi total = viload(dots[0] + m * 16);
-                if (PLANES == 2) total = vadd_int(vtimes128(total), viload(dots[1] + m * 16));
-                sum[m] = add_dot<F>(sum[m], total, scale, minimum, in, first + g + m * in.groups, part);
-            }
-        });
-    }
-    float* out = job.tile + (int64_t(p) * job.rows + row) * PANEL;
-    for (int m = 0; m < rows; ++m) vstore(out + m * PANEL, sum[m]);
-}
+// Weights of some groups of one panel as tiles, a row of which is four columns: unpacked long before
+// tiles read them, because what was just written reaches a tile late.
+struct TileWeights {
+    alignas(64) uint8_t bytes[CHUNK][512];
+    vf scale[CHUNK], minimum[CHUNK];
 
-void amx_quant_tile(int32_t kind, const TileJob& job) {
-    with_format(kind, [&](auto format) {
-        using F = decltype(format);
-        for (int row = 0; row < job.rows; row += 16) {
-            const int rows = job.rows - row;
-            if (row == 0 || rows < 16) shape_tiles(rows, rows, GROUP / F::SCALES, 8 / F::SCALES);
-            for (int p = 0; p < job.panels; ++p)
-                if (rows >= 16) quant_panel<F, 16>(job, p, row);
-                else quant_panel<F, 0>(job, p, row);
+    template <class F> CT_INLINE void load(TileWeights& to, const uint8_t* panel, int64_t first, int count) {
+        constexpr int GROUPS = F::SPAN / GROUP;
+        for (int i = 0; i < count; ++i) {
+            const uint8_t* block = panel + (first + i) / GROUPS * F::BYTES;
+            const int group = int((first + i) % GROUPS);
+            each<4>([&](auto step) {
+                vb low, high;
+                F::template weights<step>(block, group, 0, low, high);
+                vbstore(to.bytes[i] + step * 64, low);
+                vbstore(to.bytes[i] + 256 + step * 64, high);
+            });
+            to.scale[i] = F::scale(block, group, 0, 0), to.minimum[i] = F::minimum(block, group, 0, 0);
         }
-    });
+        keep_stores(to.bytes);
+    }
+};
+
+// The integers of 16 rows and one group: both planes of activations times weights. Two groups may be
+// under way, each in tiles of its own.
+template <int TURN> CT_INLINE void multiply_group(const uint8_t* weights, const int8_t* x, int64_t stride, int32_t (&dots)[2][256]) {
+    _tile_loadd(4, x, stride);
+    if (PLANES == 2) _tile_loadd(5, x + GROUP, stride);
+    if constexpr (TURN == 0) {
+        _tile_loadd(6, weights, 64);
+        _tile_zero(0);
+        _tile_dpbsud(0, 4, 6);
+        _tile_stored(0, dots[0], 64);
+        if (PLANES == 1) return;
+        _tile_zero(1);
+        _tile_dpbsud(1, 5, 6);
+        _tile_stored(1, dots[1], 64);
+    } else {
+        _tile_loadd(7, weights, 64);
+        _tile_zero(2);
+        _tile_dpbsud(2, 4, 7);
+        _tile_stored(2, dots[0], 64);
+        if (PLANES == 1) return;
+        _tile_zero(3);
+        _tile_dpbsud(3, 5, 7);
+        _tile_stored(3, dots[1], 64);
+    }
+}
+
+// 16 rows of one panel += their products with `count` groups from place `at` of the first row on. Tiles
+// multiply a group while the integers of the one before it become floats.
+template <class F> CT_FLAT static void add_groups(const TileWeights& weights, const Input& in, int64_t at, int count, float* out) {
+    alignas(64) int32_t dots[2][2][256];
+    vf sum[16];
+    each<16>(CT_EACH(m) { sum[m] = vload(out + m * PANEL); });
+    const auto multiply = [&](auto turn, int group) __attribute__((always_inline)) {
+        multiply_group<turn>(weights.bytes[group], in.planes + (at + group) * 2 * GROUP, in.ld_groups * 2 * GROUP, dots[turn]);
+    };
+    multiply(std::integral_constant<int, 0>{}, 0);
+    for (int pair = 0; pair < count; pair += 2)
+        each<2>(CT_EACH(turn) {
+            const int group = pair + turn;
+            if (group + 1 < count) multiply(std::integral_constant<int, 1 - turn>{}, group + 1);
+            if (group >= count) return;
+            each<16>(CT_EACH(m) {
+                vi total = viload(dots[turn][0] + m * 16);
+                if (PLANES == 2) total = vadd_int(vtimes128(total), viload(dots[turn][1] + m * 16));
+                sum[m] = add_dot<F>(sum[m], total, weights.scale[group], weights.minimum[group], in, at + group + m * in.ld_groups, 0);
+            });
+        });
+    each<16>(CT_EACH(m) { vstore(out + m * PANEL, sum[m]); });
+}
+
+template <class F> static int quant_rows(const TileJob& job) {
+    if (F::SCALES == 2) return 0;  // twice the floats: vectors are faster
+    const int rows = job.rows / 16 * 16;
+    const int64_t groups = job.k / GROUP;
+    TileWeights weights;
+    shape_tiles(16, 16, GROUP, GROUP / 4);
+    for (int64_t first = 0; first < groups; first += CHUNK) {
+        const int count = int(groups - first < CHUNK ? groups - first : CHUNK);
+        for (int p = 0; p < job.panels; ++p) {
+            float* out = job.tile + int64_t(p) * job.rows * PANEL;
+            if (first == 0) memset(out, 0, size_t(rows) * PANEL * sizeof(float));
+            TileWeights::load<F>(weights, job.panel + p * job.panel_stride, first, count);
+            for (int row = 0; row < rows; row += 16)
+                add_groups<F>(weights, *job.in, (job.row + row) * job.in->ld_groups + first, count, out + row * PANEL);
+        }
+    }
     _tile_release();
+    return rows;
+}
+
+int amx_quant_tile(int32_t kind, const TileJob& job) {
+    return with_format(kind, [&](auto format) { return quant_rows<decltype(format)>(job); });
 }
 #endif

@@ -90,12 +90,12 @@ class Gather {
         if (forms & FORM_F32) copy(view.in.x, in.ldx, x_);
         if (forms & FORM_BF16) copy(view.in.bf16, in.ld_bf16, bf16_);
         if (forms & FORM_PLANES) {
-            copy(view.in.planes, in.groups * 2 * GROUP, planes_);
-            copy(view.in.scale, in.groups, scale_);
-            copy(view.in.sum, in.groups, sum_);
-            copy(view.in.isum, in.groups, isum_);
+            copy(view.in.planes, in.ld_groups * 2 * GROUP, planes_);
+            copy(view.in.scale, in.ld_groups, scale_);
+            copy(view.in.sum, in.ld_groups, sum_);
+            copy(view.in.isum, in.ld_groups, isum_);
         }
-        if (forms & FORM_HALVES) copy(view.in.half_sum, 2 * in.groups, half_sum_);
+        if (forms & FORM_HALVES) copy(view.in.half_sum, 2 * in.ld_groups, half_sum_);
         return view;
     }
 

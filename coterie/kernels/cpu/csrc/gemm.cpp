@@ -5,7 +5,10 @@ void run_tile(int32_t kind, const TileJob& job) {
 #if CT_AMX
     if (amx_ready()) {
         if (kind == KIND_BF16) return amx_bf16_tile(job);
-        if (kind != KIND_F32 && job.rows >= 8) return amx_quant_tile(kind, job);
+        if (kind != KIND_F32 && job.rows >= 16) {
+            const int done = amx_quant_tile(kind, job);
+            return done < job.rows ? quant_tile(kind, job, done) : void();
+        }
     }
 #endif
     switch (kind) {

@@ -22,10 +22,10 @@ struct TileJob {
 void run_tile(int32_t kind, const TileJob& job);  // the kernel for this kind, machine and shape
 void f32_tile(const TileJob& job);
 void bf16_tile(const TileJob& job);
-void quant_tile(int32_t kind, const TileJob& job);
+void quant_tile(int32_t kind, const TileJob& job, int first = 0);  // the rows from `first` on
 #if CT_AMX
 void amx_bf16_tile(const TileJob& job);
-void amx_quant_tile(int32_t kind, const TileJob& job);
+int amx_quant_tile(int32_t kind, const TileJob& job);  // how many rows it did: runs of 16, or none
 #endif
 
 // sum += scale * dot + minimum * (sum of the activations), where `dot` is the exact integer of one part of

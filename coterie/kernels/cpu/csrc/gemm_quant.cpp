@@ -105,11 +105,11 @@ CT_INLINE void add_group(const GroupWeights<F>& g, const Input& in, int64_t at, 
     each<F::SCALES>(CT_EACH(part) {
         vi acc[MR][VECS];
         each<MR>(CT_EACH(m) { each<VECS>(CT_EACH(v) { acc[m][v] = vizero(); }); });
-        GroupWeights<F>::template dot<part, MR>(g, in.planes + at * 2 * GROUP, in.groups * 2 * GROUP, acc);
+        GroupWeights<F>::template dot<part, MR>(g, in.planes + at * 2 * GROUP, in.ld_groups * 2 * GROUP, acc);
         each<MR>(CT_EACH(m) {
             each<VECS>(CT_EACH(v) {
                 const vf scale = g.factors.scale[part][v], minimum = g.factors.minimum[part][v];
-                sum[m][v] = add_dot<F>(sum[m][v], acc[m][v], scale, minimum, in, at + m * in.groups, part);
+                sum[m][v] = add_dot<F>(sum[m][v], acc[m][v], scale, minimum, in, at + m * in.ld_groups, part);
             });
         });
     });
@@ -164,12 +164,12 @@ CT_INLINE void dot_one(const uint8_t* block, int group, int vec, const int8_t* x
 #endif
 
 // A single row is bound by latency; the integers are those of many rows.
-template <class F> CT_FLAT static void one_row(const uint8_t* block, const Input& in, int64_t row, float* tile) {
+template <class F> CT_FLAT static void one_row(const uint8_t* block, const Input& in, int64_t row, int64_t k, float* tile) {
     constexpr int GROUPS = F::SPAN / GROUP;
     vf sum[PV];
     each<PV>(CT_EACH(v) { sum[v] = vset(0.0f); });
-    int64_t at = row * in.groups;
-    for (const int64_t end = at + in.groups; at < end; block += F::BYTES)
+    int64_t at = row * in.ld_groups;
+    for (const int64_t end = at + k / GROUP; at < end; block += F::BYTES)
         for (int group = 0; group < GROUPS; ++group, ++at)
             each<PV>(CT_EACH(v) {
                 vi acc[F::SCALES];
@@ -182,16 +182,16 @@ template <class F> CT_FLAT static void one_row(const uint8_t* block, const Input
     each<PV>(CT_EACH(v) { vstore(tile + v * VL, sum[v]); });
 }
 
-template <class F> CT_FLAT static void many_rows(const Vectors& vectors, const Input& in, int64_t row, int rows) {
+template <class F> CT_FLAT static void many_rows(const Vectors& vectors, const Input& in, int64_t row, int rows, int64_t k) {
     constexpr int GROUPS = F::SPAN / GROUP;
     const vf zero = vset(0.0f);
     for (int m = 0; m < rows; ++m) each<VECS>(CT_EACH(v) { vstore(vectors.out[v] + m * PANEL, zero); });
-    for (int64_t g = 0; g < in.groups; ++g) {
+    for (int64_t g = 0; g < k / GROUP; ++g) {
         GroupWeights<F> weights;
         GroupWeights<F>::load(weights, vectors, g / GROUPS * F::BYTES, int(g % GROUPS));
         int m = 0;
-        for (; m + AT_ONCE <= rows; m += AT_ONCE) add_rows<F, AT_ONCE>(weights, in, (row + m) * in.groups + g, vectors, m);
-        const int64_t at = (row + m) * in.groups + g;
+        for (; m + AT_ONCE <= rows; m += AT_ONCE) add_rows<F, AT_ONCE>(weights, in, (row + m) * in.ld_groups + g, vectors, m);
+        const int64_t at = (row + m) * in.ld_groups + g;
         switch (rows - m) {  // side by side too: a single sum waits for itself
             case 3: add_rows<F, 3>(weights, in, at, vectors, m); break;
             case 2: add_rows<F, 2>(weights, in, at, vectors, m); break;
@@ -200,14 +200,14 @@ template <class F> CT_FLAT static void many_rows(const Vectors& vectors, const I
     }
 }
 
-template <class F> static void format_tile(const TileJob& job) {
+template <class F> static void format_tile(const TileJob& job, int begin) {
     if (job.rows == 1) {
-        for (int p = 0; p < job.panels; ++p) one_row<F>(job.panel + p * job.panel_stride, *job.in, job.row, job.tile + p * PANEL);
+        for (int p = 0; p < job.panels; ++p) one_row<F>(job.panel + p * job.panel_stride, *job.in, job.row, job.k, job.tile + p * PANEL);
         return;
     }
     const int count = job.panels * PV;
     alignas(64) float nowhere[QUANT_ROWS * PANEL];
-    for (int row = 0; row < job.rows; row += QUANT_ROWS) {
+    for (int row = begin; row < job.rows; row += QUANT_ROWS) {
         const int rows = job.rows - row < QUANT_ROWS ? job.rows - row : QUANT_ROWS;
         for (int first = 0; first < count; first += VECS) {
             Vectors vectors;
@@ -219,11 +219,11 @@ template <class F> static void format_tile(const TileJob& job) {
                 vectors.row[v] = lane;
                 vectors.out[v] = is_there ? job.tile + (int64_t(panel) * job.rows + row) * PANEL + lane : nowhere;
             }
-            many_rows<F>(vectors, *job.in, job.row + row, rows);
+            many_rows<F>(vectors, *job.in, job.row + row, rows, job.k);
         }
     }
 }
 
-void quant_tile(int32_t kind, const TileJob& job) {
-    with_format(kind, CT_EACH(format) { format_tile<decltype(format)>(job); });
+void quant_tile(int32_t kind, const TileJob& job, int first) {
+    with_format(kind, CT_EACH(format) { format_tile<decltype(format)>(job, first); });
 }

@@ -130,14 +130,14 @@ struct Input {
     int64_t ldx;
     const uint16_t* bf16;  // [rows][ld_bf16], zero-padded to a multiple of 32 (AMX only)
     int64_t ld_bf16;
-    // [rows][groups][64]: a high and a low plane of 32 bytes, x = 128 * high + low; with CT_WORDS 32
+    // [rows][ld_groups][64]: a high and a low plane of 32 bytes, x = 128 * high + low; with CT_WORDS 32
     // integers of 16 bits, of every four columns the order 0, 2, 1, 3
     const int8_t* planes;
-    const float* scale;    // [rows][groups]
-    const float* sum;      // [rows][groups]: scale * sum of the group's integers
-    const int32_t* isum;   // [rows][groups]: W_OFFSET * sum of the group's integers
-    const float* half_sum;  // [rows][groups][2]: scale * sum of the integers of each half
-    int64_t groups;
+    const float* scale;    // [rows][ld_groups]
+    const float* sum;      // [rows][ld_groups]: scale * sum of the group's integers
+    const int32_t* isum;   // [rows][ld_groups]: W_OFFSET * sum of the group's integers
+    const float* half_sum;  // [rows][ld_groups][2]: scale * sum of the integers of each half
+    int64_t ld_groups;
 };
 
 #if !defined(CT_PLANES)
