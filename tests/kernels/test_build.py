@@ -127,24 +127,35 @@ def test_other_layers_agree(layer: str, tmp_path: Path) -> None:
     assert ("amx" if layer == "amx" else "generic") in done.stdout
 
 
+EMULATORS = {
+    "x86-64": ["qemu-x86_64", "-cpu", "max", "-L", "/usr/x86_64-linux-gnu"],
+    "aarch64": ["qemu-aarch64", "-cpu", "max", "-L", "/usr/aarch64-linux-gnu"],
+}
+
+
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("machine", "needs", "isa"),
+    ("family", "machine", "needs", "isa"),
     [
-        ("haswell", {"avx2", "fma", "f16c"}, "avx2"),
-        ("skylake-avx512", {"avx512bw", "avx512dq"}, "avx512"),
-        ("cascadelake", {"avx512bw", "avx512dq", "avx512_vnni"}, "avx512+vnni"),
+        ("x86-64", "haswell", {"avx2", "fma", "f16c"}, "avx2"),
+        ("x86-64", "skylake-avx512", {"avx512bw", "avx512dq"}, "avx512"),
+        ("x86-64", "cascadelake", {"avx512bw", "avx512dq", "avx512_vnni"}, "avx512+vnni"),
+        ("aarch64", "armv8-a", {"asimd"}, "neon"),
+        ("aarch64", "armv8.2-a+dotprod", {"asimddp"}, "neon+dotprod"),
     ],
 )
-def test_instruction_sets_of_x86(machine: str, needs: set[str], isa: str, tmp_path: Path) -> None:
+def test_instruction_sets(
+    family: str, machine: str, needs: set[str], isa: str, tmp_path: Path
+) -> None:
     """On this CPU where it has the instructions, otherwise under an emulator that has them."""
+    cross = {"x86-64": "x86_64"}.get(family, family)
     if needs <= set(Path("/proc/cpuinfo").read_text().split()):
         compiler, emulator = find_compiler(), []
     else:
-        compiler = shutil.which("x86_64-linux-gnu-g++")
-        emulator = ["qemu-x86_64", "-cpu", "max", "-L", "/usr/x86_64-linux-gnu"]
-        if compiler is None or shutil.which(emulator[0]) is None or isa != "avx2":
-            pytest.skip(f"no {isa} here; for AVX2 alone g++-x86-64-linux-gnu and qemu-user do")
+        compiler, emulator = shutil.which(f"{cross}-linux-gnu-g++"), EMULATORS[family]
+        if compiler is None or shutil.which(emulator[0]) is None or isa.startswith("avx512"):
+            pytest.skip(f"no {isa} here; but for AVX-512, g++-{family}-linux-gnu and qemu-user do")
     assert compiler is not None
     program = tmp_path / "check"
     sources = [str(HERE / "cross_check.cpp"), *map(str, SOURCES.glob("*.cpp"))]
