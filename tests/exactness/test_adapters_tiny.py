@@ -33,7 +33,7 @@ from tests.helpers.adapters.peft_adapters import (
     make_adapter,
     peft_oracle,
 )
-from tests.helpers.models.gguf_conversion import write_twins
+from tests.helpers.models.gguf_conversion import write_stored_bits, write_twins
 from tests.helpers.models.paged_model import Paged
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.greedy_engine import model_at
@@ -341,5 +341,23 @@ def test_gguf(architecture: str, split_kv: bool, tmp_path: Path) -> None:
     try:
         want = peft_oracle(twin).logits(prompt(7), stack)
         assert differ(our_logits(model, prompt(7), stack), want) < TOLERANCE
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("kind", ["dora", "soft_prompt", *full_only("lora", "ia3")])
+def test_stored_bits_of_gguf(kind: str, tmp_path: Path) -> None:
+    """Over Q4_K, Q6_K and Q5_0: PEFT on the model of their values."""
+    file, twin = write_stored_bits("qwen3", tmp_path)
+    stack = [(make_adapter(twin, kind, 1), 1.0)]
+    model = load_model(open_checkpoint(file))
+    assert model.dtype == "q4_k"
+    # what is left is that activations have 15 bits
+    model.kv_dtype = torch.float32
+    try:
+        want = peft_oracle(twin).logits(prompt(7), stack)
+        limit = 5e-4 * float(want.abs().max())
+        assert differ(our_logits(model, prompt(7), stack), want) < limit
+        assert differ(want, peft_oracle(twin).logits(prompt(7), [])) > 100 * limit
     finally:
         model.close()

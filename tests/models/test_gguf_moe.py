@@ -11,7 +11,7 @@ import torch
 from coterie.core.moe import MoeSettings
 from coterie.models.base import CausalLM, load_model
 from coterie.weights.checkpoint import open_checkpoint
-from tests.helpers.models.gguf_conversion import write_twins
+from tests.helpers.models.gguf_conversion import write_stored_bits, write_twins
 from tests.helpers.models.paged_model import Paged, prompt_logits
 from tests.helpers.models.tiny import tiny_checkpoint
 
@@ -74,9 +74,7 @@ def test_greedy_tokens_are_those_of_the_twin(case: str, kind: str, tmp_path: Pat
 
 def test_k_quants_run_as_they_are_stored(tmp_path: Path) -> None:
     """Experts of Q4_K and Q6_K, through slots that hold few of them: the blocks' own values."""
-    widths = {"hidden_size": 256, "moe_intermediate_size": 256}
-    source = tiny_checkpoint("qwen3_moe", norm_topk_prob=True, **widths)
-    path, twin = write_twins(source, tmp_path, "Q4_K_M")
+    path, twin = write_stored_bits("qwen3_moe", tmp_path)
     settings = MoeSettings("lru", cache_capacity=5, host_budget="0", predict="off")
     stored = load_model(open_checkpoint(path), dispatch=settings)
     experts: Any = stored.experts

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from coterie.moe.dispatch.table import STRATEGIES
+from tests.helpers.models.gguf_conversion import write_stored_bits
 from tests.helpers.serving.concurrent_requests import (
     COLD,
     model_copy,
@@ -61,6 +62,15 @@ def test_eight_streams_however_experts_are_foreseen(
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
 def test_eight_streams_of_a_dense_model(architecture: str, tmp_path: Path) -> None:
     asyncio.run(storm(spec_of(model_copy(architecture, tmp_path))))
+
+
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_moe", pytest.param("qwen3", marks=pytest.mark.full)]
+)
+def test_eight_streams_of_a_gguf_in_its_stored_bits(architecture: str, tmp_path: Path) -> None:
+    file, _ = write_stored_bits(architecture, tmp_path)
+    spec = spec_of(file, COLD if architecture == "qwen3_moe" else None)
+    asyncio.run(storm(replace(spec, dtype="auto")))
 
 
 @pytest.mark.parametrize(

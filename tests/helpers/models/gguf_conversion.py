@@ -1,5 +1,8 @@
 """A Hugging Face directory as the GGUF file a converter makes of it, and its twin in safetensors.
 
+With `Q4_K_M`, matrices are mixed as quantisers mix them: Q4_K, Q6_K where it matters more, Q5_0
+where rows are no whole blocks of 256, norms and routers dense.
+
 Names come from the `gguf` package's own maps; the steps between (stacking experts, reordering q and
 k of llama, cutting kv_b in two) are those of llama.cpp's converter.
 """
@@ -18,21 +21,25 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.models.gguf_files import random_blocks
+from tests.helpers.models.tiny import tiny_checkpoint
 
 ARCHITECTURES = {
+    "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
     "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
     "MixtralForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "OlmoeForCausalLM": gguf.MODEL_ARCH.OLMOE,
     "DeepseekV2ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
 }
+# in Q6_K
+_FINER = ("v_proj", "down_proj", "lm_head")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
 def write_twins(
     source: Path, folder: Path, kind: str, *, split_kv: bool = False
 ) -> tuple[Path, Path]:
-    """`folder`/model.gguf at `kind` (F32, Q8_0, or Q4_K_M: experts of random Q4_K and Q6_K blocks,
-    the rest in Q8_0), and a directory of the values that are in it."""
+    """`folder`/model.gguf at `kind` (F32, Q8_0 or Q4_K_M, whose K blocks are random), with the
+    tokenizer of `source`, and a directory of the values that are in it."""
     config = json.loads((source / "config.json").read_text())
     tensors = {k: v.numpy() for k, v in load_file(source / "model.safetensors").items()}
     architecture = ARCHITECTURES[config["architectures"][0]]
@@ -40,20 +47,31 @@ def write_twins(
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     _add_metadata(writer, config, split_kv)
+    _add_tokenizer(writer, source)
     twin: dict[str, np.ndarray] = {}
     for name, values in _stacked(tensors).items():
-        kept = _rounded(values, _type_of(name, kind))
+        own = _type_of(name, values, kind)
+        kept = _rounded(values, own)
         for single, part in _unstacked(name, kept):
             twin[single] = part
         for stored_name, stored in _converted(name, kept, config, split_kv):
             found = names.get_name(stored_name, try_suffixes=(".weight", ".bias"))
             assert found, stored_name
-            _add(writer, found, stored, _type_of(name, kind))
+            _add(writer, found, stored, own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path, _write_twin(source, folder / "twin", twin)
+
+
+def write_stored_bits(architecture: str, folder: Path) -> tuple[Path, Path]:
+    """`write_twins` in Q4_K_M of a tiny qwen3 or qwen3_moe that is wide enough for blocks of 256;
+    one in `folder`."""
+    wide: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512}
+    if architecture == "qwen3_moe":
+        wide |= {"moe_intermediate_size": 256, "norm_topk_prob": True}
+    return write_twins(tiny_checkpoint(architecture, **wide), folder, "Q4_K_M")
 
 
 def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -79,12 +97,14 @@ def _unstacked(name: str, values: np.ndarray) -> list[tuple[str, np.ndarray]]:
     return [(name.replace(".experts.", f".experts.{i}."), one) for i, one in enumerate(values)]
 
 
-def _type_of(name: str, kind: str) -> str:
+def _type_of(name: str, values: np.ndarray, kind: str) -> str:
     if kind != "Q4_K_M":
         return kind
-    if ".experts." not in name:
-        return "Q8_0"
-    return "Q6_K" if "down_proj" in name else "Q4_K"
+    if values.ndim < 2 or name.endswith(".gate.weight"):
+        return "F32"
+    if values.shape[-1] % 256:
+        return "Q5_0"
+    return "Q6_K" if name.split(".")[-2] in _FINER else "Q4_K"
 
 
 def _rounded(values: np.ndarray, kind: str) -> np.ndarray:
@@ -126,6 +146,24 @@ def _add(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> N
     writer.add_tensor(name, _quantised(values, kind), raw_dtype=raw_type)
 
 
+def _add_tokenizer(writer: gguf.GGUFWriter, source: Path) -> None:
+    """Of bytes and merges, with its template."""
+    whole = json.loads((source / "tokenizer.json").read_text())
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    tokens = sorted(whole["model"]["vocab"], key=whole["model"]["vocab"].__getitem__)
+    named = {added["id"] for added in whole["added_tokens"]}
+    kinds = (gguf.TokenType.NORMAL, gguf.TokenType.CONTROL)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([kinds[place in named] for place in range(len(tokens))])
+    writer.add_token_merges([" ".join(pair) for pair in whole["model"]["merges"]])
+    writer.add_bos_token_id(tokens.index(settings["bos_token"]))
+    writer.add_eos_token_id(tokens.index(settings["eos_token"]))
+    writer.add_add_bos_token(True)
+    writer.add_chat_template(settings["chat_template"])
+
+
 def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], split_kv: bool) -> None:
     heads = config["num_attention_heads"]
     writer.add_block_count(config["num_hidden_layers"])
@@ -136,8 +174,9 @@ def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], split_kv: boo
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     experts = [config.get(k) for k in ("num_experts", "num_local_experts", "n_routed_experts")]
-    writer.add_expert_count(next(count for count in experts if count))
-    writer.add_expert_used_count(config["num_experts_per_tok"])
+    if any(experts):
+        writer.add_expert_count(next(count for count in experts if count))
+        writer.add_expert_used_count(config["num_experts_per_tok"])
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if "kv_lora_rank" not in config:
