@@ -119,7 +119,8 @@ def test_a_long_list_of_nothing_holds_up_nobody(served: Served) -> None:
     with Probe(served) as probe:
         reply = served.post("/v1/messages/batches", body, x_api_key=KEYS[0])
     assert reply.status == 400 and "1 to 50" in reply.json["error"]["message"]
-    assert probe.worst_s < probe.lag.allowed_s(1.0)
+    # 0.1 to 0.2 s on a quiet machine, in one turn of the interpreter's
+    assert probe.worst_s < probe.lag.allowed_s(2.0)
 
 
 def test_new_lines_between_the_values_of_a_body_mean_nothing(served: Served) -> None:
