@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from coterie.core.errors import InvalidRequest, WeightsError
 from coterie.core.request import Chat, Message, Text, Tokens
 from coterie.models.text.gguf_tokenizer import SPLITS
-from coterie.models.text.tokenizer import Tokenizer, load_tokenizer
+from coterie.models.text.tokenizer import Tokenizer, _Parts, load_tokenizer
 from tests.helpers.models.tiny import CORPUS, tiny_checkpoint
 
 TEXTS = [
@@ -125,6 +125,27 @@ def test_token_bytes_of_special_and_missing_tokens(default: Tokenizer) -> None:
     assert default.is_special(2)
     assert not default.is_special(500)
     assert default.token_bytes(-1) == default.token_bytes(10**9) == b""
+
+
+def test_token_bytes_of_any_vocabulary() -> None:
+    """GPT-2's table, as transformers has it; a token with any other character is UTF-8."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    chance = random.Random(5)
+    letters = [*byte_of, " ", "\n", "\x7f", "\xa0", "\xad", "\u0144", "日", "😀"]
+    words = [*letters, *("".join(chance.choices(letters, k=6)) for _ in range(3000))]
+    vocab = {word: place for place, word in enumerate(dict.fromkeys(words))}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(_Parts(backend, {}, None, ()))
+    num_plain = 0
+    for word, token in vocab.items():
+        plain = all(character in byte_of for character in word)
+        want = bytes(byte_of[character] for character in word) if plain else word.encode()
+        assert tokenizer.token_bytes(token) == want, word
+        num_plain += plain
+    assert 1000 < num_plain < len(vocab) - 300
 
 
 def test_decode_ignores_ids_that_are_no_tokens(default: Tokenizer) -> None:

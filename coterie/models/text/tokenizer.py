@@ -134,8 +134,10 @@ class Tokenizer:
         if token is None:
             return b""
         if self._byte_level:
-            known = all(character in _BYTE_OF for character in token)
-            return bytes(_BYTE_OF[character] for character in token) if known else token.encode()
+            try:
+                return token.translate(_BYTE_OF).encode("latin-1")
+            except UnicodeEncodeError:  # a character stands for no byte
+                return token.encode()
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
 
@@ -396,12 +398,13 @@ def _eos_in(path: Path) -> tuple[int, ...]:
     return ()
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character: GPT-2's table, reversed."""
+def _byte_alphabet() -> dict[int, str]:
+    """Byte-level BPE writes each byte as one printable character: GPT-2's table, reversed. The byte
+    as a character of latin-1, and one that is not in latin-1 for the others below 256."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in plain]
-    table = {chr(byte): byte for byte in plain}
-    table.update({chr(256 + position): byte for position, byte in enumerate(rest)})
+    table = dict.fromkeys(rest, "\u0100") | {byte: chr(byte) for byte in plain}
+    table.update({256 + position: chr(byte) for position, byte in enumerate(rest)})
     return table
 
 
