@@ -17,8 +17,9 @@ from tests.helpers.moe.dispatched_model import PROMPTS, DispatchedModel, Sequenc
 from tests.helpers.moe.tiny_moe import EXPERTS, LAYERS, checkpoint_of
 
 LIMIT = 1.15
-# a busy machine may take a core away in the middle of a layer: the best of a few attempts counts
-ATTEMPTS = 5
+# a busy machine may take a core away in the middle of a layer: one attempt within the limit is
+# enough, which sides that wait for each other never reach
+ATTEMPTS = 20
 
 
 def spent(spans: Sequence[LayerSpan], *what: str) -> float:
@@ -46,11 +47,19 @@ def layers_of(dispatched: DispatchedModel, run: Callable[[], object]) -> dict[in
     return {layer: [s for s in spans if s.layer == layer] for layer in range(LAYERS)}
 
 
-def best_ratio(attempt: Callable[[], tuple[float, float, float]]) -> tuple[float, str]:
-    tries = [attempt() for _ in range(ATTEMPTS)]
-    layer, one, other = min(tries, key=lambda t: t[0] / max(t[1], t[2]))
-    said = f"layer {layer * 1e3:.0f} ms, sides {one * 1e3:.0f} and {other * 1e3:.0f} ms"
-    return layer / max(one, other), said
+def best_ratio(
+    attempt: Callable[[], tuple[float, float, float]], limit: float = LIMIT
+) -> tuple[float, str]:
+    best, said = float("inf"), ""
+    for _ in range(ATTEMPTS):
+        layer, one, other = attempt()
+        ratio = layer / max(one, other)
+        if ratio < best:
+            best = ratio
+            said = f"layer {layer * 1e3:.0f} ms, sides {one * 1e3:.0f} and {other * 1e3:.0f} ms"
+        if best <= limit:
+            break
+    return best, said
 
 
 def hot_cached_static_overlaps(device: str) -> str:
@@ -112,7 +121,7 @@ def reads_run_side_by_side(device: str) -> str:
             )
             return spent(spans, "layer"), 0.1 * per_expert, 0.0
 
-    ratio, said = best_ratio(attempt)
+    ratio, said = best_ratio(attempt, 1.5)
     assert ratio <= 1.5, f"{ratio:.2f}x one read: {said}"
     return f"{ratio:.2f}x one expert's read: {said}"
 
