@@ -10,7 +10,6 @@ objects. A large body is decoded and checked on a thread. The check ends at the 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import difflib
 import re
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from coterie.api.door import ClientGone
 from coterie.api.transport.whole import whole_body
 from coterie.core.errors import InvalidRequest, Overloaded, RequestTooLarge, UnsupportedMediaType
+from coterie.core.free_memory import return_free_memory
 from coterie.core.value_check import is_deeper
 
 # limits of one body. On a thread a value takes 0.1 us, a text or key 0.5 us (without its
@@ -207,22 +207,14 @@ _trims: dict[asyncio.AbstractEventLoop, asyncio.TimerHandle] = {}
 
 
 def _trim_soon(loop: asyncio.AbstractEventLoop) -> None:
-    """Return the memory of a large body to the system later, when it is free: the C library would
-    keep it."""
+    """Return the memory of a large body to the system later, when it is free."""
 
     def trim() -> None:
         del _trims[loop]
-        loop.run_in_executor(_thread, _trim)
+        loop.run_in_executor(_thread, return_free_memory)
 
     if loop not in _trims:
         _trims[loop] = loop.call_later(TRIM_AFTER_S, trim)
-
-
-def _trim() -> None:
-    # only glibc has it
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def decode(raw: bytes) -> Any:

@@ -19,14 +19,12 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from coterie.core.errors import (
     ConfigError,
     CoterieError,
-    MissingDependency,
     Unavailable,
     WeightsError,
 )
@@ -246,11 +244,6 @@ class Engine:
             return Rejected("unavailable", NO_MEMORY, FIRST_GUESS_S)
         self._tracker.open(request, self._outbox)
         return Admitted(self._replica)
-
-    def warm_grammars(self) -> None:
-        """Do half a second of work that the first constrained request would need. Thread-safe."""
-        with suppress(MissingDependency):
-            self._grammars.warm()
 
     def abort(self, request_id: str) -> None:
         """Free the request's blocks at once; its Finished comes with the next step."""

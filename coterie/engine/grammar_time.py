@@ -140,6 +140,11 @@ class TaskClock(threading.local):
         self._until += FREE_STATE_S
         self.free_s += FREE_STATE_S
 
+    def excuse(self, spent_s: float) -> None:
+        """What the task did for all requests."""
+        self._until += spent_s
+        self.free_s += spent_s
+
     def check(self) -> None:
         """Before a call of the matcher."""
         self._looked_at = time.thread_time()

@@ -24,6 +24,7 @@ from coterie.core.errors import (
     Unavailable,
     UnsupportedFeature,
 )
+from coterie.core.free_memory import return_free_memory
 from coterie.core.request import AUTO, KeyRights, RouteHints
 from coterie.core.sampling import NO_RECOMMENDATION, SampledWith, default_sampling
 from coterie.core.snapshot import snapshot_of
@@ -450,6 +451,8 @@ def _read_tokenizer(path: Path | None) -> Tokenizer | None:
     # compute them now on this thread: they are cached, and later read on the event loop
     tokenizer.fingerprint()
     tokenizer.least_tokens("")
+    # what reading the vocabulary took
+    return_free_memory()
     return tokenizer
 
 

@@ -9,12 +9,12 @@ import contextlib
 import gc
 import importlib
 import sys
-import threading
 from collections.abc import Sequence
 
 import zmq
 
 from coterie.core.errors import CoterieError, InternalError
+from coterie.core.free_memory import return_free_memory
 from coterie.core.value_check import fault_of
 from coterie.obs.log import configure, log
 from coterie.workers import wire
@@ -72,13 +72,14 @@ def main(address: str) -> int:
         # no collection between two steps looks at what stays
         gc.freeze()
         gc.enable()
+        # what reading the file and its vocabulary took
+        return_free_memory()
         if (fault := fault_of(host.info, ReplicaInfo)) is not None:
             raise InternalError(f"what was loaded cannot be told: {fault}")
     except CoterieError as error:
         channel.load(wire.LoadOutcome(code=error.code, message=error.message))
         channel.close()
         return 1
-    threading.Thread(target=host.engine.warm_grammars, name="grammars", daemon=True).start()
     channel.load(wire.LoadOutcome(host.info))
     channel.send(first_report(host))
     try:

@@ -244,7 +244,7 @@ from coterie.core.request import ResponseFormat
 from coterie.engine.grammar import GrammarCache, GrammarTask
 from coterie.engine.grammar_time import RequestTime
 grammars = GrammarCache(ToyTokenizer(), VOCAB, [EOS])
-grammars.warm()
+grammars.parts()
 def work(n):
     pattern = "(a|b)*a(a|b){{%d}}c[D-H]{{%d}}|.*X.{{7}}Y" % (9 + n % 5, n + 1)
     grammars._compile(ResponseFormat("regex", pattern))

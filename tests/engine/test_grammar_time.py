@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from coterie.core.errors import InvalidRequest
+from coterie.core.events import Finished
+from coterie.core.plan import Admitted
 from coterie.core.request import ResponseFormat
 from coterie.engine import grammar, grammar_time
 from coterie.engine.grammar import NEAR_END, GrammarTask, GrammarWork
@@ -30,7 +32,8 @@ from coterie.engine.grammar_time import (
     follows,
 )
 from coterie.models.grammar.grammar import GrammarVocabulary
-from tests.helpers.models.toy_model import EOS, VOCAB, ToyTokenizer
+from tests.helpers.models.toy_grammars import REGEX, constrained
+from tests.helpers.models.toy_model import EOS, VOCAB, ToyTokenizer, drain, make_engine
 
 
 def ambiguous(num_rules: int) -> str:
@@ -104,6 +107,20 @@ def test_a_request_with_slow_calls_is_refused_though_its_time_is_free() -> None:
     with pytest.raises(InvalidRequest, match="too much time"):
         job.result()
     assert account.over_s > MAX_SLOW_S
+
+
+def test_no_request_is_charged_for_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one takes longer to build than a request's grammar may take, on a slow machine."""
+
+    class Large(GrammarVocabulary):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            burn(grammar_time.FREE_START_S + grammar_time.REQUEST_S + 0.2)
+
+    monkeypatch.setattr(grammar, "GrammarVocabulary", Large)
+    engine = make_engine()
+    assert isinstance(engine.add(constrained("r", REGEX)), Admitted)
+    assert isinstance(drain(engine)[-1], Finished)
 
 
 def test_no_step_waits_for_a_request_whose_tasks_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
