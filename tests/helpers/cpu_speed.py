@@ -17,6 +17,13 @@ def slowness() -> float:
     return max(1.0, (time.process_time() - begun) / _USUAL_S)
 
 
+def lateness() -> float:
+    """The same by the clock on the wall: what other programs take counts too."""
+    begun = time.perf_counter()
+    slowness()
+    return max(1.0, (time.perf_counter() - begun) / _USUAL_S)
+
+
 def usual_cpu_s(call: Callable[[], object], tries: int = 3) -> float:
     """CPU seconds of a call on a core of the usual speed: the least of some tries. A core's speed
     may halve at any moment, so each try is judged by the slower of its two ends."""

@@ -44,6 +44,7 @@ from coterie.service.submit.submitter import tokenise
 from coterie.workers.contract import OnOutage, Sink
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.running_tasks import running_tasks
+from tests.helpers.serving.server_process import MachineLag
 from tests.helpers.serving.worker_requests import own_workers
 
 Test = Callable[[Pipeline], Awaitable[None]]
@@ -473,12 +474,13 @@ def test_long_prompts_do_not_stop_the_loop(on_pipeline: Callable[[Test], None]) 
         worst = 0.0
         # as where no context bounds it
         text = Text("lorem ipsum " * 100_000)
-        task = asyncio.ensure_future(tokenise(pipeline.tokenizer("first"), text))
-        while not task.done():
-            begun = time.perf_counter()
-            await asyncio.sleep(0.001)
-            worst = max(worst, time.perf_counter() - begun)
+        with MachineLag() as lag:
+            task = asyncio.ensure_future(tokenise(pipeline.tokenizer("first"), text))
+            while not task.done():
+                begun = time.perf_counter()
+                await asyncio.sleep(0.001)
+                worst = max(worst, time.perf_counter() - begun)
         assert len(task.result()) > 100_000
-        assert worst < 0.25
+        assert worst < lag.allowed_s(0.25)
 
     on_pipeline(test)

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from coterie.weights.home import home
-from tests.helpers.cpu_speed import slowness
+from tests.helpers.cpu_speed import lateness, slowness
 from tests.helpers.folders import temporary_folder
 
 START_S = 90.0
@@ -196,8 +196,8 @@ class MachineLag:
 
     def allowed_s(self, limit_s: float) -> float:
         """The limit on cores of the usual speed, or more where the machine itself is late: an
-        answer needs it many times."""
-        return max(limit_s * slowness(), 16 * self.worst_s)
+        answer needs it many times, and what computes gets its part of a core late."""
+        return max(limit_s * slowness(), limit_s / 4 * lateness(), 16 * self.worst_s)
 
 
 class Probe:
