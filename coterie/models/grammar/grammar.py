@@ -60,7 +60,7 @@ _SLICES = [r"[\x20\x0A\x0D\x09]+", *(rf"{_TEXT}{{1,{n}}}" for n in (4, 8, 16, 30
 
 
 class GrammarVocabulary:
-    """A tokenizer's vocabulary for the grammar engine; building it takes 0.3 s if it is large."""
+    """A tokenizer's vocabulary for the grammar engine; building a large one takes long."""
 
     def __init__(self, tokenizer: Tokenizer, num_ids: int, eos_ids: Sequence[int]) -> None:
         """`num_ids`: the number of logits, if there are more than tokens."""
