@@ -57,7 +57,8 @@ class LayerBuffers:
         if self._size(own) < self._shares[own]:
             if slots.free():
                 return True
-            own = max(range(len(self._shares)), key=lambda b: self._size(b) - self._shares[b])
+            over = [self._size(buffer) - share for buffer, share in enumerate(self._shares)]
+            own = over.index(max(over))
         victim = self._oldest(own, busy)
         if victim is not None:
             slots.evict(victim)
@@ -86,7 +87,7 @@ class LayerBuffers:
         self._shares = [(b + 1) * movable // count - b * movable // count for b in range(count)]
 
     def _size(self, buffer: int) -> int:
-        return sum(len(self._slots.layer_by_age(layer)) for layer in self._layers[buffer])
+        return sum(map(len, map(self._slots.layer_by_age, self._layers[buffer])))
 
     def _oldest(self, buffer: int, busy: Collection[Key]) -> Key | None:
         slots = self._slots

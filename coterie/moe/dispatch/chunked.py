@@ -21,8 +21,9 @@ class Chunked(Strategy):
     def decide(self, demand: Demand) -> Sequence[Wave]:
         slots, layer = self.context.slots, demand.layer
         wanted = set(demand.experts)
-        fixed = [e for e in self.context.geometry.present(layer) if slots.is_pinned((layer, e))]
-        moving = [e for e in self.context.geometry.present(layer) if e not in set(fixed)]
+        present = self.context.geometry.present(layer)
+        fixed = [e for e in present if slots.is_pinned((layer, e))]
+        moving = [e for e in present if not slots.is_pinned((layer, e))]
         # experts that the other phase's strategy pinned run from their slots
         waves = [Wave(device=ready)] if (ready := tuple(e for e in fixed if e in wanted)) else []
         size = slots.movable

@@ -128,6 +128,8 @@ class ExpertGeometry:
         return len(self.layers) * self.num_experts - len(self.absent)
 
     def present(self, layer: int) -> tuple[int, ...]:
+        if not self.absent:
+            return tuple(range(self.num_experts))
         return tuple(e for e in range(self.num_experts) if (layer, e) not in self.absent)
 
     def keys(self) -> list[Key]:
