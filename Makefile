@@ -8,7 +8,8 @@ NODE := $(VENV)/.node
 # hundreds of processes start in the tests: each would compile the package again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run check house test slice test-all bench bench-peers clients foreign-suites docs docs-site clean
+.PHONY: setup run wheel check house test slice test-all bench bench-peers clients foreign-suites docs docs-site
+.PHONY: clean
 
 setup: $(STAMP)
 
@@ -35,6 +36,10 @@ $(STAMP): pyproject.toml $(wildcard requirements/*)
 run: setup
 	$(BIN)/coterie expert install --now experts/*.expert
 	$(BIN)/coterie serve $(MODEL)
+
+# dist/coterie-*.whl for this machine's family of CPUs, its kernels compiled: docs/kernels.md
+wheel: setup
+	COTERIE_WHEEL_KERNELS=1 $(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
 
 check: setup
 	$(BIN)/ruff format --check .

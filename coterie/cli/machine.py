@@ -74,7 +74,7 @@ def memory() -> Facts:
 
 def compiler() -> str | None:
     """The first line of the C++ compiler's version text."""
-    from coterie.kernels.cpu.build import find_compiler
+    from coterie.kernels.cpu.compile import find_compiler
 
     path = find_compiler()
     if path is None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from coterie.kernels.cpu import layers as cpu
-from coterie.kernels.cpu.build import find_compiler, native
+from coterie.kernels.cpu.build import native
+from coterie.kernels.cpu.compile import find_compiler
 from coterie.kernels.decoder import DecoderLayer, DecoderShape
 from coterie.kernels.reference import layers as reference
 from tests.helpers.kernels.kernel_inputs import (

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from coterie.kernels.cpu import layers as cpu
-from coterie.kernels.cpu.build import find_compiler, native
+from coterie.kernels.cpu.build import native
+from coterie.kernels.cpu.compile import find_compiler
 from coterie.kernels.reference import layers as reference
 from tests.helpers.kernels.kernel_inputs import cache_for, one_row, paged_batch
 

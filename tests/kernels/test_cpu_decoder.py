@@ -9,7 +9,8 @@ from torch import Tensor
 from coterie.core.errors import ConfigError
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.cpu import layers as cpu
-from coterie.kernels.cpu.build import find_compiler, native
+from coterie.kernels.cpu.build import native
+from coterie.kernels.cpu.compile import find_compiler
 from coterie.kernels.decoder import DecoderShape
 from coterie.kernels.reference import layers as reference
 from coterie.weights.kinds import BLOCK_KINDS

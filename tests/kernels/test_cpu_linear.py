@@ -7,7 +7,8 @@ import torch
 
 from coterie.core.errors import InternalError
 from coterie.kernels.cpu import layers as cpu
-from coterie.kernels.cpu.build import find_compiler, native
+from coterie.kernels.cpu.build import native
+from coterie.kernels.cpu.compile import find_compiler
 from coterie.kernels.reference import layers as reference
 from coterie.weights.quantize import DenseWeight, dense
 from tests.helpers.kernels.kernel_inputs import ALL_KINDS, KINDS, fitting, weight

@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 
-from coterie.kernels.cpu.build import find_compiler, use_threads_here
+from coterie.kernels.cpu.build import use_threads_here
+from coterie.kernels.cpu.compile import find_compiler
 from coterie.kernels.cpu.layers import PackedLinear
 from coterie.weights.quantize import dense
 from tests.helpers.kernels.kernel_inputs import ALL_KINDS, fitting, weight

@@ -14,7 +14,8 @@ from coterie.kernels import patched
 from coterie.kernels.backend import make_linear
 from coterie.kernels.batch import AttentionBatch
 from coterie.kernels.cpu import layers as cpu
-from coterie.kernels.cpu.build import find_compiler, native
+from coterie.kernels.cpu.build import native
+from coterie.kernels.cpu.compile import find_compiler
 from coterie.kernels.decoder import DecoderShape
 from coterie.kernels.patch import PARTS, Patch, PatchStack, Segment
 from coterie.kernels.reference import layers as reference

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels import cpu_share
-from coterie.kernels.cpu.build import find_compiler, native
+from coterie.kernels.cpu.build import native
+from coterie.kernels.cpu.compile import find_compiler
 from coterie.kernels.cpu.share import (
     HINT_WORDS,
     ShareBell,

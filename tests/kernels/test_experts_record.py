@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coterie.core.errors import InternalError
 from coterie.kernels.cpu import expert_record
-from coterie.kernels.cpu.build import find_compiler
+from coterie.kernels.cpu.compile import find_compiler
 from coterie.kernels.cpu.expert_record import pack_record, rebias, unpack_record, weight_offset
 from coterie.kernels.expert_layout import PAGE, ExpertLayout, PartPlace
 from coterie.weights.formats.gguf_tensors import decode

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from coterie.core.errors import InternalError
-from coterie.kernels.cpu.build import find_compiler, native
+from coterie.kernels.cpu.build import native
+from coterie.kernels.cpu.compile import find_compiler
 from coterie.kernels.cpu.expert_mlp import RecordTable, combine, run_experts, run_experts_torch
 from coterie.kernels.expert_layout import ExpertLayout
 from coterie.weights.kinds import BLOCK_KINDS, KINDS

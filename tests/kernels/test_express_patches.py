@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coterie.core.moe import MoeSettings
 from coterie.kernels.batch import AttentionBatch
-from coterie.kernels.cpu.build import find_compiler
+from coterie.kernels.cpu.compile import find_compiler
 from coterie.kernels.patch import Segment
 from coterie.models.base import CausalLM, load_model
 from coterie.models.build.assemble import decoder_shape

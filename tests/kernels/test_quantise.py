@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coterie.kernels.cpu.build import find_compiler
+from coterie.kernels.cpu.compile import find_compiler
 from coterie.kernels.cpu.expert_record import rounded
 from coterie.weights.quantize import DenseWeight, Int4Weight, Int8Weight, convert, dense
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coterie.kernels.backend import make_linear
-from coterie.kernels.cpu.build import find_compiler
+from coterie.kernels.cpu.compile import find_compiler
 from coterie.kernels.expert_gate import ExpertGate, GateRule
 from coterie.weights.quantize import DenseWeight
 

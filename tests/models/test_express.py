@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from coterie.core.moe import MoeSettings, MoeUsage
-from coterie.kernels.cpu.build import find_compiler
+from coterie.kernels.cpu.compile import find_compiler
 from coterie.models.base import CausalLM, load_model
 from coterie.moe.runtime.runtime import FILL_AFTER, ExpertRuntime
 from coterie.weights.checkpoint import open_checkpoint

@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.moe.gpu_split import WAYS, hold
 from coterie.core.errors import Unavailable
-from coterie.kernels.cpu.build import find_compiler, native
+from coterie.kernels.cpu.build import native
+from coterie.kernels.cpu.compile import find_compiler
 from coterie.kernels.device_record import DeviceRecord
 from coterie.moe.runtime import cpu_share
 from coterie.moe.runtime.cpu_share import CpuShare, ShareRates

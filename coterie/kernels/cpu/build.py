@@ -1,8 +1,8 @@
-"""Compiles csrc/ on first use and loads it; the compiled module is stored in home()/kernels.
+"""Finds the native module and loads it: one that the wheel carries, else one compiled here once.
 
-The file name has a key of sources, compiler and CPU, and the module's own digest: a file that is
-truncated, changed or written by somebody else is not loaded but built again. Without a compiler, or
-with COTERIE_NATIVE=0, the result is None, and callers use torch.
+A compiled module is stored in home()/kernels under a key of sources, compiler and CPU. The name of
+every module ends with its own digest: one that is truncated, changed or written by somebody else is
+not loaded. Without a compiler, or with COTERIE_NATIVE=0, the result is None, and callers use torch.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ import hashlib
 import os
 import platform
 import shlex
-import shutil
 import stat
 import subprocess
 import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -26,19 +23,19 @@ from pathlib import Path
 import torch
 
 from coterie.kernels.cpu import abi
+from coterie.kernels.cpu.compile import (
+    CARRIED,
+    FLAGS,
+    BuildFailed,
+    best_class,
+    compile_module,
+    cpu_features,
+    digest_of_sources,
+    find_compiler,
+    module_of,
+)
 from coterie.weights.files import file_lock
 from coterie.weights.home import kernels_dir
-
-SOURCES = Path(__file__).parent / "csrc"
-_FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-fasynchronous-unwind-tables",  # for what csrc/memory.cpp catches
-    "-ffp-contract=off",  # no fused multiply-add except where the source has one
-    "-fno-schedule-insns",  # the order in the source keeps values in registers
-    "-Wall",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +47,41 @@ class NativeLibrary:
     call: ctypes.CDLL
 
 
-class _BuildFailed(Exception):
-    pass
-
-
 @cache
 def native() -> NativeLibrary | None:
     """The native kernels of this machine, compiled if necessary; None when that is impossible."""
     if os.environ.get("COTERIE_NATIVE", "1") == "0":
         return None
+    return _carried() or _compiled_here()
+
+
+def _carried() -> NativeLibrary | None:
+    """The module of the wheel for CPUs like this one, if there is one and this system can load
+    it."""
+    # flags of an experiment want a module of their own
+    if os.environ.get("COTERIE_CXXFLAGS") or not CARRIED.is_dir():
+        return None
+    cpu_class = best_class(platform.machine(), cpu_features())
+    if cpu_class is None:
+        return None
+    for path in CARRIED.glob(f"{module_of(cpu_class)}-*.so"):
+        try:
+            return _load(path) if _is_itself(path) else None
+        except OSError as error:  # a C library that is too old, for example
+            _say(f"{path.name} cannot be loaded here ({error})")
+    return None
+
+
+def _compiled_here() -> NativeLibrary | None:
     compiler = find_compiler()
     if compiler is None:
         _say("no C++ compiler found: using the slower torch kernels (install g++ to speed up)")
         return None
     try:
         return _load(_compiled(compiler))
-    except (_BuildFailed, OSError) as error:
+    except (BuildFailed, OSError) as error:
         _say(f"native kernels are not available, using torch: {error}")
         return None
-
-
-def find_compiler() -> str | None:
-    """$CXX, else the first of g++, clang++ and c++ on PATH."""
-    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        if name and (path := shutil.which(name)):
-            return path
-    return None
 
 
 def _compiled(compiler: str) -> Path:
@@ -89,7 +95,7 @@ def _compiled(compiler: str) -> Path:
         if found is not None:
             return found
         _say("compiling native kernels, once, about 20 s ...")
-        return _build(compiler, stem)
+        return compile_module(compiler, _target_flags(), kernels_dir(), stem)
 
 
 def _sound(stem: str, *, clear: bool = False) -> Path | None:
@@ -115,22 +121,26 @@ def _fault(path: Path) -> str | None:
             return f"belongs to another user ({facts.st_uid})"
         if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return "others may write to it"
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        return None if _is_itself(path) else "not what was built"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return None if path.stem.endswith(f"-{digest[:32]}") else "not what was built"
+
+
+def _is_itself(path: Path) -> bool:
+    """Whether a module has the digest that its name ends with."""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return path.stem.endswith(f"-{digest[:32]}")
 
 
 def _key(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     digest = hashlib.sha256(version)
-    digest.update(repr((_FLAGS, _target_flags(), platform.machine(), _cpu_flags())).encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    digest.update(repr((FLAGS, _target_flags(), platform.machine(), _cpu_facts())).encode())
+    digest.update(digest_of_sources().encode())
     return digest.hexdigest()[:20]
 
 
-def _cpu_flags() -> str:
+def _cpu_facts() -> str:
     """The CPU's feature list: a module built for one CPU must not be loaded on another."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -145,36 +155,6 @@ def _target_flags() -> tuple[str, ...]:
     # clang has no -march=native on ARM, gcc accepts both
     native_flag = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     return native_flag, *shlex.split(os.environ.get("COTERIE_CXXFLAGS", ""))
-
-
-def _flags(source: Path) -> list[str]:
-    exceptions = [] if source.name == "memory.cpp" else ["-fno-exceptions"]
-    return [*_FLAGS, *exceptions, *_target_flags()]
-
-
-def _build(compiler: str, stem: str) -> Path:
-    with tempfile.TemporaryDirectory(dir=kernels_dir()) as folder:
-        objects = {source: Path(folder) / f"{source.stem}.o" for source in SOURCES.glob("*.cpp")}
-        commands = [
-            [compiler, *_flags(source), "-c", str(source), "-o", str(built)]
-            for source, built in objects.items()
-        ]
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            list(pool.map(_run, commands))
-        module = Path(folder) / "module.so"
-        # OpenMP's functions stay undefined: the runtime that torch loaded provides them
-        _run([compiler, "-shared", "-o", str(module), *map(str, objects.values())])
-        digest = hashlib.sha256(module.read_bytes()).hexdigest()
-        target = kernels_dir() / f"{stem}-{digest[:32]}.so"
-        module.chmod(0o755)
-        os.replace(module, target)
-        return target
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise _BuildFailed(f"{' '.join(command[:1])} failed: {done.stderr.strip()[-2000:]}")
 
 
 def _load(path: Path) -> NativeLibrary:
