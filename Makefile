@@ -1,7 +1,9 @@
-# setup makes .venv; every other target but docs-site builds on it, so each works alone on a fresh clone.
+# every target sets up what it needs in .venv, so each works alone on a fresh clone: run what serving
+# needs, the others what tests need too
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SERVING := $(VENV)/.serving
 STAMP := $(VENV)/.ready
 NODE := $(VENV)/.node
 
@@ -16,11 +18,12 @@ setup: $(STAMP)
 # installs what requirements/ lists, by digest, and nothing else; without an NVIDIA driver torch's CPU
 # build from an index of pip's, or from TORCH_INDEX=URL, PyTorch's. Only where no index has that build,
 # the one with CUDA: pip names the versions that it found
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-deps
+# what is imported is compiled then, a twentieth of it; pip would compile all
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --no-compile
 LOCKED := $(PIP) --require-hashes -r requirements
-$(STAMP): pyproject.toml $(wildcard requirements/*)
+$(SERVING): pyproject.toml setup.py $(wildcard requirements/*)
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing packages (a few minutes the first time)"
+	@echo "installing what serving needs (a minute or two the first time)"
 	@if command -v nvidia-smi >/dev/null; then $(LOCKED)/torch-pypi.txt; \
 	elif $(LOCKED)/torch-cpu.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) 2>$(VENV)/torch.log; \
 	then :; \
@@ -28,17 +31,22 @@ $(STAMP): pyproject.toml $(wildcard requirements/*)
 	echo "no index has torch's CPU build (TORCH_INDEX=URL adds PyTorch's): installing the one with CUDA"; \
 	$(LOCKED)/torch-pypi.txt; \
 	else cat $(VENV)/torch.log >&2; exit 1; fi
-	@$(LOCKED)/dev.txt
+	@$(LOCKED)/runtime.txt
 	@$(PIP) --no-build-isolation -e .
 	@touch $@
 
+$(STAMP): $(SERVING)
+	@echo "installing what tests and checks need (a few minutes the first time)"
+	@$(LOCKED)/dev.txt
+	@touch $@
+
 # the shipped experts are for the default model; beside another one they wait
-run: setup
+run: $(SERVING)
 	$(BIN)/coterie expert install --now experts/*.expert
 	$(BIN)/coterie serve $(MODEL)
 
 # dist/coterie-*.whl for this machine's family of CPUs, its kernels compiled: docs/kernels.md
-wheel: setup
+wheel: $(SERVING)
 	COTERIE_WHEEL_KERNELS=1 $(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
 
 check: setup

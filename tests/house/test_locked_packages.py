@@ -104,7 +104,7 @@ def test_setup_downloads_cuda_only_where_no_index_has_the_build_without(
     name: str, tmp_path: Path
 ) -> None:
     error, index, is_fallback = ERRORS[name]
-    for file in ("Makefile", "pyproject.toml"):
+    for file in ("Makefile", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / file, tmp_path)
     (tmp_path / "requirements").mkdir()
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
@@ -132,6 +132,8 @@ def test_setup_downloads_cuda_only_where_no_index_has_the_build_without(
     assert "requirements/torch-cpu.txt" in calls and (index in calls)
     assert ("requirements/torch-pypi.txt" in calls) == is_fallback, done.stdout + done.stderr
     assert (done.returncode == 0) == is_fallback
+    # what tests need comes after what serving needs
+    assert ("requirements/dev.txt" in calls) == is_fallback
     # the reason is shown
     assert ("no index has" in done.stdout) if is_fallback else (error in done.stderr)
 
