@@ -42,7 +42,7 @@ $(STAMP): $(SERVING)
 
 # the shipped experts are for the default model; beside another one they wait
 run: $(SERVING)
-	$(BIN)/coterie expert install --now experts/*.expert
+	$(BIN)/coterie expert install --now --shipped
 	$(BIN)/coterie serve $(MODEL)
 
 # dist/coterie-*.whl for this machine's family of CPUs, its kernels compiled: docs/kernels.md

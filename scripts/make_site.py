@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / ".cache" / "site"
 # folders with pages
-FOLDERS = ("docs", "examples", "experts", "routing_set", "sdk/python", "sdk/typescript")
+FOLDERS = ("docs", "examples", "routing_set", "sdk/python", "sdk/typescript")
 _LINK = re.compile(r"\]\(([^)#\s]+)")
 
 

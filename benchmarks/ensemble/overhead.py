@@ -172,8 +172,7 @@ def start_coterie(folder: Path, arguments: argparse.Namespace) -> MeasuredServer
     times = folder / "times"
     env = {**os.environ, "COTERIE_HOME": str(home), "PYTHONPATH": str(ROOT)}
     env["NULL_ENGINE_TIMES"] = str(times)
-    packages = sorted(str(path) for path in (ROOT / "experts").glob("*.expert"))
-    install = [sys.executable, "-m", "coterie", "expert", "install", *packages]
+    install = [sys.executable, "-m", "coterie", "expert", "install", "--shipped"]
     subprocess.run(install, env=env, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     (folder / "keys.txt").write_text(f"{KEY}\n")
     port = free_port()

@@ -1,6 +1,6 @@
 """Settings that change under load: is a request lost, or answered by settings that never existed?
 
-    coterie expert install experts/*.expert
+    coterie expert install --shipped
     python -m benchmarks.ensemble.reload [--seconds 60] [--callers 8] [--json FILE]
 
 Serves examples/eight.toml with two versions of one file: another fixed expert of `text-to-sql` and

@@ -29,6 +29,7 @@ from typing import Any
 import httpx
 
 from coterie.cli.expert.evaluate import read_stated
+from coterie.packages import shipped
 from coterie.packages.evaluate import judge, score
 from coterie.weights.home import home
 
@@ -59,7 +60,7 @@ class Answered:
 def expert_tasks(items: int | None) -> tuple[list[Task], dict[str, float]]:
     """Every held-out item of the shipped experts, and the margin each manifest states."""
     tasks, margins = [], {}
-    for path in sorted((ROOT / "experts").glob("*.expert")):
+    for path in shipped.files():
         stated = read_stated(str(path))[""]
         name, metric = stated.name.partition("@")[0], stated.metric
         assert stated.figures is not None, f"{path.name} states no figures"
@@ -97,10 +98,9 @@ def server() -> Iterator[str]:
             if (home() / name).is_dir():
                 (own / name).symlink_to(home() / name)
         environment = {**os.environ, "COTERIE_HOME": folder}
-        packages = [str(path) for path in sorted((ROOT / "experts").glob("*.expert"))]
         command = [sys.executable, "-m", "coterie"]
         subprocess.run(
-            [*command, "expert", "install", *packages], check=True, env=environment,
+            [*command, "expert", "install", "--shipped"], check=True, env=environment,
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
         log = own / "log"

@@ -6,15 +6,14 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from itertools import islice, product
-from pathlib import Path
 
 from coterie.core.adapters import AdapterCard, AdapterProfile
 from coterie.packages.archive import inspect
 from coterie.packages.profile import profile_of
+from coterie.packages.shipped import files
 from coterie.routing.match.matcher import Matcher
 from examples.expert_data.base import words
 
-SHIPPED = Path(__file__).parents[2] / "experts"
 _VERBS = words(
     """
     translate summarise rewrite classify check correct explain sort label grade compare shorten
@@ -47,7 +46,7 @@ _FRAMES = (
 
 def shipped() -> list[AdapterProfile]:
     profiles = []
-    for path in sorted(SHIPPED.glob("*.expert")):
+    for path in files():
         manifest = inspect(path).manifest
         digest = sha256(path.read_bytes()).hexdigest()
         card = AdapterCard(

@@ -43,9 +43,8 @@ def start(folder: Path, shared_home: Path) -> tuple[subprocess.Popen[bytes], str
         if (shared_home / shared).is_dir():
             (own / shared).symlink_to(shared_home / shared)
     env = {**os.environ, "COTERIE_HOME": str(own), "PYTHONPATH": str(ROOT)}
-    packages = sorted(str(path) for path in (ROOT / "experts").glob("*.expert"))
     coterie = [sys.executable, "-m", "coterie"]
-    install = [*coterie, "expert", "install", *packages]
+    install = [*coterie, "expert", "install", "--shipped"]
     subprocess.run(install, env=env, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     log = folder / "log"
     with log.open("wb") as output:

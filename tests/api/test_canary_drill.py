@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from coterie.packages import shipped
 from coterie.packages.archive import inspect, unpack
 from examples.expert_data.sql_held_out import items
 from tests.helpers.serving.server_process import Served, own_home
@@ -54,7 +55,7 @@ class Drill:
         (folder / "keys").write_text(f"{HONEST} tenant=honest\n{LOW} tenant=low\n")
         (folder / "admins").write_text(f"{ADMIN}\n")
         (folder / "coterie.toml").write_text(SETTINGS.format(folder=folder))
-        self.install(ROOT / "experts/text-to-sql.expert")
+        self.install(shipped.FOLDER / "text-to-sql.expert")
         self.install(self.random_weights(), "--name", "text-to-sql", "--version", "9.0.0")
         config = str(folder / "coterie.toml")
         self.server = Served("--config", config, COTERIE_HOME=str(self.home))
@@ -70,7 +71,7 @@ class Drill:
         """The same tensors as the shipped expert's, of normal noise."""
         folder = self.folder / "random"
         folder.mkdir()
-        unpack(inspect(ROOT / "experts/text-to-sql.expert"), folder)
+        unpack(inspect(shipped.FOLDER / "text-to-sql.expert"), folder)
         (folder / "manifest.json").unlink()
         path, draw = folder / "adapter_model.safetensors", torch.Generator().manual_seed(7)
         tensors = {

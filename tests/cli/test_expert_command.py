@@ -20,6 +20,7 @@ from coterie.cli.expert.state import experts_dir
 from coterie.cli.main import COMMANDS, build_parser, main
 from coterie.cli.terminal import table
 from coterie.core.errors import Conflict
+from coterie.packages import shipped
 from coterie.packages.archive import inspect
 from coterie.packages.paths import digest_of
 from coterie.routing.match import learn
@@ -106,6 +107,19 @@ def test_from_a_peft_directory_to_an_installed_expert(home: Path, capsys: Captur
     assert shown["manifest"]["description"] == "Writes SQL"
     assert "Writes SQL" in text(capsys, "expert", "show", "sql@1.0.0")
     assert "trusted, key" in text(capsys, "expert", "verify", file)
+
+
+def test_those_that_come_with_coterie(home: Path, capsys: Capture) -> None:
+    assert "FILE_OR_DIR or --shipped is required" in refused(capsys, "expert", "install")
+    report = run(capsys, "expert", "install", "--shipped")
+    assert report["failed"] == 0
+    names = sorted(card["name"] for card in report["experts"])
+    assert names == [path.stem for path in shipped.files()] and len(names) == 7
+    # beside another one
+    file = packed(capsys)
+    run(capsys, "expert", "install", "--shipped", file, "--allow-unsigned")
+    listed = run(capsys, "expert", "list")["experts"]
+    assert sorted(item["name"] for item in listed) == sorted([*names, "sql"])
 
 
 def test_versions_names_and_pins(home: Path, capsys: Capture) -> None:

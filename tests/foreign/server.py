@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from coterie.packages import shipped
 from tests.helpers.folders import temporary_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +58,7 @@ def lora_directory() -> Path:
     from coterie.packages.archive import inspect, unpack
 
     folder = temporary_folder("foreign-lora-")
-    unpack(inspect(ROOT / "experts" / "commit-header.expert"), folder)
+    unpack(inspect(shipped.FOLDER / "commit-header.expert"), folder)
     for path in folder.iterdir():
         if not path.name.startswith("adapter_"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()

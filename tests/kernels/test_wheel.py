@@ -21,6 +21,7 @@ from coterie.kernels.cpu.compile import (
     cpu_features,
     find_compiler,
 )
+from coterie.packages import shipped
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = CPU_CLASSES.get(platform.machine(), ())
@@ -133,6 +134,7 @@ def test_nothing_is_compiled_where_the_wheel_is_installed(tmp_path: Path) -> Non
     names = zipfile.ZipFile(wheel).namelist()
     carried = [name for name in names if name.startswith("coterie/kernels/cpu/modules/")]
     assert len(carried) == len(HERE)
+    assert {f"coterie/packages/shipped/{path.name}" for path in shipped.files()} <= set(names)
 
     # beside the packages of this environment, but not its coterie
     python = tmp_path / "venv/bin/python"

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from coterie.cli.main import main
-from coterie.packages import archive
+from coterie.packages import archive, shipped
 from coterie.packages.evaluate import ITEMS
 from coterie.packages.paths import CONFIG, WEIGHTS
 
-FOLDER = Path(__file__).resolve().parents[2] / "experts"
-FILES = sorted(FOLDER.glob("*.expert"))
+FILES = shipped.files()
 
 
 def tried(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, object]]:
@@ -24,7 +23,7 @@ def tried(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dic
 def test_a_slice_of_one_expert(
     default_model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = FOLDER / "intent.expert"
+    path = shipped.FOLDER / "intent.expert"
     code, report = tried(capsys, str(path), str(default_model_path), "--items", "3")
     assert code == 0 and report["reproduced"]
     measured = report["measured"]
@@ -36,7 +35,7 @@ def test_a_slice_of_one_expert(
 def test_a_slice_of_one_language(
     default_model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = FOLDER / "sentiment.expert"
+    path = shipped.FOLDER / "sentiment.expert"
     code, report = tried(
         capsys, str(path), str(default_model_path), "--language", "fr", "--items", "2"
     )
@@ -54,7 +53,7 @@ def test_items_of_ones_own_in_a_new_language(
     }
     mine = tmp_path / "mine.jsonl"
     mine.write_text(json.dumps(item) + "\n")
-    path = FOLDER / "sentiment.expert"
+    path = shipped.FOLDER / "sentiment.expert"
     code, report = tried(
         capsys, str(path), str(default_model_path), "--language", "sv", "--from", str(mine)
     )
@@ -68,7 +67,7 @@ def test_items_of_ones_own_in_a_new_language(
 def test_an_expert_that_promises_too_much_is_found_out(
     default_model_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    package = archive.inspect(FOLDER / "intent.expert")
+    package = archive.inspect(shipped.FOLDER / "intent.expert")
     archive.unpack(package, tmp_path)
     section = dict(package.manifest.section("evaluation"))
     n = section["n"]

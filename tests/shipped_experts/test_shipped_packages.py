@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from coterie.core.adapters import AdapterCard
+from coterie.packages import shipped
 from coterie.packages.archive import Package, inspect
 from coterie.packages.evaluate import ITEMS, LANGUAGE_ITEMS, read_figures, read_languages, score
 from coterie.packages.profile import profile_of
@@ -19,8 +20,7 @@ from examples.expert_data.table import EXPERTS
 from examples.judge_experts import eval_lines
 from examples.pack_experts import MAX_BYTES, served
 
-FOLDER = Path(__file__).resolve().parents[2] / "experts"
-FILES = sorted(FOLDER.glob("*.expert"))
+FILES = shipped.files()
 
 
 def made_card(package: Package) -> AdapterCard:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from coterie.cli.expert.state import bases, modules, open_registry, open_trust
 from coterie.cli.terminal import facts, narrate, nbytes, note, show, table
 from coterie.core.errors import ConfigError, CoterieError, InternalError, WeightsError
+from coterie.packages import shipped
 from coterie.packages.manifest import BaseModelRef, Manifest
 
 if TYPE_CHECKING:
@@ -54,7 +55,10 @@ def verify(args: argparse.Namespace) -> int:
 def install(args: argparse.Namespace) -> int:
     # an unsigned installation is reported; that it worked is the result itself
     narrate(logging.WARNING)
-    if len(args.source) > 1 and (args.name or args.version):
+    sources = [*args.source, *(map(str, shipped.files()) if args.shipped else ())]
+    if not sources:
+        raise ConfigError("FILE_OR_DIR or --shipped is required", param="source")
+    if len(sources) > 1 and (args.name or args.version):
         raise ConfigError("--name and --version are for one expert at a time", param="name")
     fingerprints = [base.fingerprint for base in bases(args.base)]
     fitting = modules(args.base)
@@ -63,7 +67,7 @@ def install(args: argparse.Namespace) -> int:
     registry, trust = open_registry(), open_trust()
     known = {_full_name(card): card.digest for card in registry.cards()}
     cards, lines, failed = [], [], 0
-    for source in args.source:
+    for source in sources:
         try:
             card = registry.install(
                 Path(source),
@@ -77,7 +81,7 @@ def install(args: argparse.Namespace) -> int:
                 check=lambda _, folder: check_adapter(folder, fitting, args.adapter_bytes),
             )
         except CoterieError as error:
-            if len(args.source) == 1:
+            if len(sources) == 1:
                 raise
             # the others are installed without it
             note(f"coterie: {error.message}")
@@ -96,7 +100,7 @@ def install(args: argparse.Namespace) -> int:
     registry.sweep()
     _learn(registry)
     report = {"experts": [asdict(card) for card in cards], "failed": failed}
-    if len(args.source) == 1:
+    if len(sources) == 1:
         report = asdict(cards[0])
     show(args, report, "\n".join(lines) or "nothing was installed")
     return 1 if failed else 0

@@ -51,7 +51,7 @@ examples:
 _INSTALL = """\
 examples:
   coterie expert install sql-1.0.0.expert
-  coterie expert install experts/*.expert
+  coterie expert install --shipped         those that come with Coterie
   coterie expert install sql-1.0.0.expert --base MODEL     for this base alone
   coterie expert install ./my-lora --name sql --allow-unsigned
 
@@ -190,7 +190,10 @@ def _configure_pack(menu: ActionMenu) -> None:
 def _configure_install(menu: ActionMenu) -> None:
     action = menu.add("install", actions.install, "install a package or a PEFT directory", _INSTALL)
     action.add_argument(
-        "source", nargs="+", metavar="FILE_OR_DIR", help="an .expert file or a PEFT directory"
+        "source", nargs="*", metavar="FILE_OR_DIR", help="an .expert file or a PEFT directory"
+    )
+    action.add_argument(
+        "--shipped", action="store_true", help="those that come with Coterie, for the default model"
     )
     action.add_argument(
         "--allow-unsigned", action="store_true", help="even if no trusted key signed it (logged)"
