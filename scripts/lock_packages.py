@@ -9,6 +9,8 @@ SHA-256 of its files on all platforms. pip installs these files with --require-h
                     exit code 1 if its version is another
     torch-pypi.txt  torch from the Python package index, and the CUDA packages it needs on Linux
     runtime.txt     what the server needs beside torch
+    constraints.txt the versions of runtime.txt and torch without digests, for
+                    `pip install -c requirements/constraints.txt coterie-*.whl`
     dev.txt         what tests and checks need beside torch; contains runtime.txt's packages
     node.txt        Node, for the tests of the TypeScript client where the system has none
 """
@@ -54,6 +56,12 @@ def resolve(
     return entries_of(lock.read_text(encoding="utf-8"))
 
 
+def without_digests(entries: Entries) -> list[str]:
+    """The versions alone: pip asks for a digest of everything as soon as one thing has one."""
+    lines = "".join(entries.values()).splitlines()
+    return [line.removesuffix(" \\") + "\n" for line in lines if line[:1].isalnum()]
+
+
 def has_cpu_builds(torch: str) -> bool:
     """Whether torch-cpu.txt has the version of this entry."""
     version = torch.partition("==")[2].split()[0]
@@ -97,6 +105,7 @@ def main() -> int:
     needed_by_torch = {"torch", *filter(_CUDA_ONLY.fullmatch, runtime)}
     write("torch-pypi", [entry for name, entry in runtime.items() if name in needed_by_torch])
     write("runtime", [entry for name, entry in runtime.items() if name not in needed_by_torch])
+    write("constraints", without_digests(runtime))
     needed_by_torch.remove("triton")
     write("node", list(node.values()))
     write("dev", [entry for name, entry in dev.items() if name not in needed_by_torch])

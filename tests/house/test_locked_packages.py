@@ -71,6 +71,12 @@ def test_the_server_runs_what_was_tested() -> None:
     assert {name: tested.get(name) for name in versions_here("runtime")} == versions_here("runtime")
 
 
+def test_the_constraints_are_the_same_versions() -> None:
+    lines = (LOCKS / "constraints.txt").read_text(encoding="utf-8").splitlines()[1:]
+    listed = [pin for name in ("runtime", "torch-pypi") for pin, _ in entries(name)]
+    assert sorted(str(Requirement(line)) for line in lines) == sorted(map(str, listed))
+
+
 def test_this_environment_is_what_is_listed() -> None:
     if not Path(sys.prefix).is_relative_to(ROOT):
         pytest.skip("not the environment that `make setup` makes")
