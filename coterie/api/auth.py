@@ -211,8 +211,10 @@ def load_keys(server: ServerSettings) -> AccessKeys:
 
 
 def exposed_key_files(server: ServerSettings) -> list[Path]:
-    """The key files that every user of this machine can read."""
-    files = [Path(file) for file in (server.api_key_file, server.admin_key_file) if file]
+    """The files with keys that every user of this machine can read."""
+    files = [
+        Path(file) for file in (server.api_key_file, server.admin_key_file, server.tls_key) if file
+    ]
     return [file for file in files if is_open_to_all(file)]
 
 

@@ -71,7 +71,7 @@ def _encoded(body: Any) -> bytes | None:
 
 def _url(server: ServerSettings) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(server.host, server.host)
-    return f"http://{host}:{server.port}"
+    return f"{'https' if server.tls_cert else 'http'}://{host}:{server.port}"
 
 
 def _key(file: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from coterie.api.auth import check_exposure, load_keys
+from coterie.api.transport.tls import certificate_of
 from coterie.cli.machine import is_installed
 from coterie.cli.options import add_capture, add_model, add_moe, count, fetch, moe_options, size
 from coterie.cli.specialist import index_of
@@ -28,6 +29,7 @@ examples:
   coterie serve                              on http://127.0.0.1:8000
   coterie serve ./my-model --dtype int8 --port 9000
   coterie serve --host 0.0.0.0 --api-key-file keys.txt
+  coterie serve --host 0.0.0.0 --api-key-file keys.txt --tls-cert cert.pem --tls-key key.pem
   coterie serve --admin-key-file admins.txt  install experts over HTTP
   coterie serve --encoder static             with embeddings, by a shipped table
   coterie serve --config coterie.toml        docs/config.md lists every key
@@ -41,6 +43,8 @@ _SETTINGS = {
     "port": "server.port",
     "api_key_file": "server.api_key_file",
     "admin_key_file": "server.admin_key_file",
+    "tls_cert": "server.tls_cert",
+    "tls_key": "server.tls_key",
     "allow_unsigned": "server.allow_unsigned",
     "insecure": "server.insecure",
     "allowed_hosts": "server.allowed_hosts",
@@ -130,6 +134,14 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         "--api-key-file",
         metavar="FILE",
         help="one API key per line; KEY priority=9 max_running=8 gives it rights",
+    )
+    parser.add_argument(
+        "--tls-cert",
+        metavar="FILE",
+        help="serve over TLS with this certificate (PEM); a renewed file is read by itself",
+    )
+    parser.add_argument(
+        "--tls-key", metavar="FILE", help="its private key (default: in the certificate's file)"
     )
     parser.add_argument(
         "--insecure",
@@ -278,10 +290,11 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def listen(server: ServerSettings) -> socket.socket:
-    """The listening socket: a port in use or an unprotected address is reported before a model
-    loads."""
+    """The listening socket: a port in use, an unprotected address or a certificate that cannot be
+    used is reported before a model loads."""
     keys = load_keys(server)
     check_exposure(server.host, keys.callers is not None, server.insecure)
+    certificate_of(server)
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:
         return socket.create_server((server.host, server.port), family=family, backlog=2048)

@@ -24,6 +24,7 @@ from coterie.api.app import create_app
 from coterie.api.transport.acceptor import ConnectionAcceptor
 from coterie.api.transport.connections import OpenConnections
 from coterie.api.transport.http_connection import HttpConnection, protocols
+from coterie.api.transport.tls import ServerCertificate, certificate_of
 from coterie.cli.terminal import facts, nbytes, note
 from coterie.core.config import Config, ServerSettings
 from coterie.core.errors import CoterieError, InternalError
@@ -56,9 +57,11 @@ class _Server(uvicorn.Server):
         starting: asyncio.Task[None],
         reloader: SettingsReloader,
         http_connection: type[HttpConnection],
+        certificate: ServerCertificate | None,
     ) -> None:
         super().__init__(config)
         self.http_connection = http_connection
+        self.certificate = certificate
         self.acceptors: list[ConnectionAcceptor] = []
         self.reloader = reloader
         # a terminal that it was started on
@@ -113,7 +116,9 @@ class _Server(uvicorn.Server):
         # it would accept one connection per iteration of the loop
         await super().startup([])
         self.acceptors = [
-            ConnectionAcceptor(listener, self.http_connection.watching, self._protocol)
+            ConnectionAcceptor(
+                listener, self.http_connection.watching, self._protocol, self.certificate
+            )
             for listener in sockets or ()
         ]
 
@@ -151,6 +156,7 @@ async def run(
 ) -> None:
     """Serves until a signal. `starting` is the pipeline's start, which is already running; `read`
     reads the settings again, for SIGHUP and the admin endpoint."""
+    certificate = certificate_of(config.server)
     url = _url(config.server, listener)
     failures: list[BaseException] = []
 
@@ -192,9 +198,10 @@ async def run(
         starting,
         app.state.reloader,
         protocol_classes.http,
+        certificate,
     )
     note(f"coterie: listening on {url}, loading models")
-    async with grpc_server_if_enabled(config.server, pipeline, app):
+    async with grpc_server_if_enabled(config.server, pipeline, app, certificate):
         await server.serve(sockets=[listener])
     if failures:
         raise _startup_error(failures[0])
@@ -229,7 +236,8 @@ def _startup_error(error: BaseException) -> CoterieError:
 def _url(server: ServerSettings, listener: socket.socket) -> str:
     bound = listener.getsockname()[1]
     host = "127.0.0.1" if server.host in ("", "0.0.0.0") else server.host
-    return f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
+    scheme = "https" if server.tls_cert else "http"
+    return f"{scheme}://[{host}]:{bound}" if ":" in host else f"{scheme}://{host}:{bound}"
 
 
 def banner(url: str, pipeline: Pipeline, asks_key: bool) -> str:
@@ -299,7 +307,10 @@ GRACE_S = 1.0
 
 @asynccontextmanager
 async def grpc_server_if_enabled(
-    settings: ServerSettings, pipeline: Pipeline, app: FastAPI
+    settings: ServerSettings,
+    pipeline: Pipeline,
+    app: FastAPI,
+    certificate: ServerCertificate | None,
 ) -> AsyncIterator[None]:
     """Runs around `serve`, which drains and closes the pipeline at its end."""
     if settings.grpc_port < 0:
@@ -310,7 +321,7 @@ async def grpc_server_if_enabled(
     from coterie.api.transport.grpc_server import GrpcServer
 
     try:
-        server = GrpcServer(settings, pipeline, app.state.body_reader, app.state.keys)
+        server = GrpcServer(settings, pipeline, app.state.body_reader, app.state.keys, certificate)
         await server.start()
     except BaseException:
         await pipeline.close()

@@ -67,6 +67,15 @@ class ServerSettings:
     admin_key_file: str = key(
         "", "text", "File with one admin key per line; empty = experts cannot be changed over HTTP."
     )
+    tls_cert: str = key(
+        "",
+        "text",
+        "PEM file with the server's certificate and those that signed it: HTTP, WebSocket and gRPC "
+        "over TLS. Read again when it changes; empty = no TLS.",
+    )
+    tls_key: str = key(
+        "", "text", "PEM file with the certificate's private key; empty = it is in `tls_cert`."
+    )
     allow_unsigned: bool = key(
         False, "flag", "Let admins load adapters that no trusted key has signed; each is logged."
     )

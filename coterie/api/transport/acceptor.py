@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -23,6 +24,7 @@ from coterie.api.transport.connections import (
     address_of,
     plain_answer,
 )
+from coterie.api.transport.tls import ServerCertificate
 from coterie.obs.log import log
 
 # connections that are taken from the system's queue in one iteration, or refused, which takes 2 ms;
@@ -30,18 +32,24 @@ from coterie.obs.log import log
 MAX_ACCEPTS, MAX_OPENED = 64, 8
 # pause when the system has no file or memory for one more connection
 PAUSE_S = 1.0
+# for a client to end a TLS connection that we have ended
+SHUTDOWN_S = 2.0
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class ConnectionAcceptor:
-    """`protocol` makes the protocol of a connection."""
+    """`protocol` makes the protocol of a connection, after its TLS handshake if there is one."""
 
     def __init__(
         self,
         listener: socket.socket,
         connections: OpenConnections,
         protocol: Callable[[], WatchedProtocol],
+        certificate: ServerCertificate | None = None,
     ) -> None:
+        self._certificate = certificate
+        # by address: its clients decide how long a handshake takes
+        self._handshakes = Counter[str]()
         self._listener, self._connections, self._protocol = listener, connections, protocol
         self._loop = asyncio.get_running_loop()
         self._waiting = AddressTurns[socket.socket]()
@@ -87,10 +95,11 @@ class ConnectionAcceptor:
     def _take(self, sock: socket.socket, peer: Any) -> None:
         address = address_of(peer)
         num_opening = len(self._waiting) + len(self._opening)
-        if not self._connections.may_connect(address, num_opening):
-            # it may have gone
-            with suppress(OSError):
-                sock.send(self._refusal)
+        if not self._connections.may_connect(address, num_opening, self._handshakes[address]):
+            if self._certificate is None:
+                # it may have gone
+                with suppress(OSError):
+                    sock.send(self._refusal)
             sock.close()
             return
         self._waiting.append(address, sock)
@@ -107,14 +116,39 @@ class ConnectionAcceptor:
         self._next = self._loop.call_soon(self._open_next) if self._waiting else None
 
     async def _open(self, sock: socket.socket, address: str) -> None:
+        protocol = partial(self._made, address)
         try:
-            await self._loop.connect_accepted_socket(partial(self._made, address), sock)
+            if self._certificate is None:
+                await self._loop.connect_accepted_socket(protocol, sock)
+            else:
+                await self._open_tls(sock, address, protocol, self._certificate)
         except OSError:
-            # it has gone
+            # it has gone, or does not speak TLS
             sock.close()
         except Exception as error:
             log("connection_broke", level="error", error=error)
             sock.close()
+
+    async def _open_tls(
+        self,
+        sock: socket.socket,
+        address: str,
+        protocol: Callable[[], WatchedProtocol],
+        certificate: ServerCertificate,
+    ) -> None:
+        self._handshakes[address] += 1
+        try:
+            await self._loop.connect_accepted_socket(
+                protocol,
+                sock,
+                ssl=certificate.context,
+                ssl_handshake_timeout=self._connections.settings.header_timeout_s,
+                ssl_shutdown_timeout=SHUTDOWN_S,
+            )
+        finally:
+            self._handshakes[address] -= 1
+            if not self._handshakes[address]:
+                del self._handshakes[address]
 
     def _made(self, address: str) -> WatchedProtocol:
         protocol = self._protocol()

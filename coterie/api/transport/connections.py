@@ -85,11 +85,15 @@ class OpenConnections:
         # connections that are being upgraded: the WebSocket protocol takes them from here
         self.handed_over: dict[asyncio.Transport, WatchedConnection] = {}
 
-    def may_connect(self, address: str, num_opening: int) -> bool:
-        """Whether this address may open a connection now, while so many are being opened; if not,
-        that is counted."""
+    def may_connect(self, address: str, num_opening: int, num_handshakes: int = 0) -> bool:
+        """Whether this address may open a connection now, while so many are being opened, and this
+        address has so many TLS handshakes under way; if not, that is counted."""
         if len(self._open) + num_opening >= self.max_connections:
             self._refuse("connections", "")
+            return False
+        of_address = self._by_address[address] + num_handshakes
+        if num_handshakes and of_address >= self.settings.max_connections_per_address:
+            self._refuse("connections_of_address", address)
             return False
         if self._rates.take(address, time.monotonic()):
             return True

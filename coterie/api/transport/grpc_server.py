@@ -20,6 +20,7 @@ from coterie.api.transport.grpc_calls import (
     methods,
 )
 from coterie.api.transport.grpc_open import HEALTH, HealthCalls, OpenCalls, ReflectionCalls
+from coterie.api.transport.tls import ServerCertificate
 from coterie.core.config import ServerSettings
 from coterie.core.errors import ConfigError
 
@@ -41,6 +42,7 @@ class GrpcServer:
         pipeline: Pipeline,
         body_reader: InferBodyReader,
         keys: AccessKeys,
+        certificate: ServerCertificate | None = None,
     ) -> None:
         self._server = grpc.aio.server(
             options=(
@@ -78,7 +80,7 @@ class GrpcServer:
             )
         )
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self.port = _bound(self._server, host, settings.grpc_port)
+        self.port = _bound(self._server, host, settings.grpc_port, certificate)
 
     async def start(self) -> None:
         await self._server.start()
@@ -88,12 +90,32 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
 
-def _bound(server: grpc.aio.Server, host: str, port: int) -> int:
+def _bound(
+    server: grpc.aio.Server, host: str, port: int, certificate: ServerCertificate | None
+) -> int:
+    address = f"{host}:{port}"
     try:
-        return int(server.add_insecure_port(f"{host}:{port}"))
+        if certificate is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, _credentials(certificate)))
     except RuntimeError as error:
         raise ConfigError(
             f"cannot listen for gRPC on {host}:{port}: choose another --grpc-port "
             "(0 = any free one)",
             param="server.grpc_port",
         ) from error
+
+
+def _credentials(certificate: ServerCertificate) -> grpc.ServerCredentials:
+    """Asks for the certificate at each new connection."""
+    given = certificate.pem
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal given
+        if (now := certificate.pem) == given:
+            return None
+        given = now
+        return grpc.ssl_server_certificate_configuration([now])
+
+    first = grpc.ssl_server_certificate_configuration([given])
+    return grpc.dynamic_ssl_server_credentials(first, renewed)

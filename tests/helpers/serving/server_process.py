@@ -45,7 +45,7 @@ class Served:
                 command, stdout=out, stderr=log, env={**os.environ, **environment}
             )
         try:
-            self.url = self._wait_for(r"listening on (http://\S+?),")
+            self.url = self._wait_for(r"listening on (https?://\S+?),")
             if wait_ready:
                 self.wait_ready()
         except BaseException:
