@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from coterie.api.tools.grammar import closed_schema
+from coterie.api.tools.grammar import closed_schema, is_composed
 from coterie.core.errors import CoterieError, InvalidRequest, UnsupportedFeature
 from coterie.core.events import Event
 from coterie.core.request import ResponseFormat
@@ -36,10 +36,9 @@ def response_format_of(
     regex: Any = None,
     *,
     param: str = FORMAT,
-    closed: bool = False,
 ) -> ResponseFormat | None:
-    """The format of the answer; None if it is free. `param` is the name of `body_field` in errors.
-    With `closed` an object has only the properties that its schema names."""
+    """The format of the answer; None if it is free. `param` is the name of `body_field` in
+    errors."""
     given = [
         name
         for name, value in ((param, body_field), ("grammar", grammar), ("regex", regex))
@@ -51,7 +50,7 @@ def response_format_of(
         return ResponseFormat("regex", _text(regex, "regex"))
     if grammar is not None:
         return _grammar(grammar)
-    return None if body_field is None else _vendor(body_field, param, closed)
+    return None if body_field is None else _vendor(body_field, param)
 
 
 class ConstrainedBody(Protocol):
@@ -109,7 +108,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, dict) and value.get("type") == "text"
 
 
-def _vendor(field: Any, param: str, closed: bool = False) -> ResponseFormat | None:
+def _vendor(field: Any, param: str) -> ResponseFormat | None:
     if not isinstance(field, dict):
         raise InvalidRequest(f"{param} must be a JSON object", param=param)
     kind = field.get("type")
@@ -140,7 +139,7 @@ def _vendor(field: Any, param: str, closed: bool = False) -> ResponseFormat | No
         raise InvalidRequest(f"{path}.schema must be a JSON object", param=f"{path}.schema")
     if strict is not None and not isinstance(strict, bool):
         raise InvalidRequest(f"{path}.strict must be true or false", param=f"{path}.strict")
-    return schema_format(schema, strict, f"{path}.schema", closed=closed or bool(strict))
+    return schema_format(schema, strict, f"{path}.schema")
 
 
 def schema_format(
@@ -148,21 +147,22 @@ def schema_format(
     strict: bool | None = None,
     param: str = FORMAT,
     *,
-    closed: bool = False,
+    closed: bool = True,
 ) -> ResponseFormat:
     """The format of a schema. Not `strict`: skip keywords that cannot be enforced. `closed`: an
-    object has only the properties that it names."""
+    object whose schema says nothing of further properties has only those that it names."""
     if is_deeper(schema, MAX_DEPTH):
         raise InvalidRequest(f"{param}: is nested deeper than {MAX_DEPTH}", param=param)
+    closed = closed and not is_composed(schema)
     if closed:
         schema = closed_schema(schema)
     own = {key: value for key, value in schema.items() if key != "x-guidance"}
     if strict is False:
         own["x-guidance"] = {"lenient": True}
-    return ResponseFormat("json_schema", msgspec.json.encode(own).decode())
+    return ResponseFormat("json_schema", msgspec.json.encode(own).decode(), closed)
 
 
-def _schema(value: Any, param: str) -> ResponseFormat:
+def _schema(value: Any, param: str, *, closed: bool = True) -> ResponseFormat:
     """A schema, given as an object or as JSON text."""
     if isinstance(value, str):
         try:
@@ -173,7 +173,7 @@ def _schema(value: Any, param: str) -> ResponseFormat:
             raise InvalidRequest(f"{param}: is nested too deeply", param=param) from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"{param}: must be a JSON schema", param=param)
-    return schema_format(value, param=param)
+    return schema_format(value, param=param, closed=closed)
 
 
 def _choice(value: Any, param: str) -> ResponseFormat:
@@ -189,14 +189,19 @@ def _regex(value: Any, param: str) -> ResponseFormat:
 
 def _structured(value: Any, param: str) -> ResponseFormat | None:
     """vLLM's newer field for the same formats."""
-    for name in ("structural_tag", "whitespace_pattern", "disable_any_whitespace",
-                 "disable_additional_properties"):  # fmt: skip
+    for name in ("structural_tag", "whitespace_pattern", "disable_any_whitespace"):
         if value.get(name):
             raise UnsupportedFeature(f"{param}.{name}: is not available", param=f"{param}.{name}")
     given = [name for name in _STRUCTURED if value.get(name) not in (None, False)]
     if len(given) != 1:
         names = ", ".join(_STRUCTURED)
         raise InvalidRequest(f"{param}: give exactly one of {names}", param=param)
+    closed = value.get("disable_additional_properties")
+    if closed is not None and not isinstance(closed, bool):
+        field = f"{param}.disable_additional_properties"
+        raise InvalidRequest(f"{field} must be true or false", param=field)
+    if closed is False and given == ["json"]:
+        return _schema(value["json"], f"{param}.json", closed=False)
     return _STRUCTURED[given[0]](value[given[0]], f"{param}.{given[0]}")
 
 

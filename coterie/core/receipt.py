@@ -71,6 +71,9 @@ class ReceiptPlan:
     sampling: dict[str, SampledWith] = field(default_factory=dict)
     # whether the chat got the system prompt of the model's card
     adds_system: bool = False
+    # of a JSON schema that the answer has to fit: "closed" if objects have only the properties that
+    # are named, "open" if it was taken as it is; "" = none
+    schema: str = ""
 
 
 @quick_init

@@ -99,11 +99,13 @@ class ResponseFormat:
     """The form of every answer, enforced while tokens are drawn.
 
     `kind` is json_object, json_schema, lark, gbnf or regex; `text` is the schema as JSON, the
-    grammar or the pattern.
+    grammar or the pattern. `closed`: where the schema says nothing of further properties, `text`
+    forbids them.
     """
 
     kind: str
     text: str = ""
+    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,12 @@ from typing import Any
 
 import anthropic
 import jsonschema
+import msgspec
 import openai
 import pytest
 
-from coterie.api.response_format import response_format_of
+from coterie.api.openai.types import ChatBody
+from coterie.api.response_format import response_format_of, schema_format, vendor_format_of
 from coterie.core.errors import InvalidRequest
 from coterie.core.request import ResponseFormat
 from tests.helpers.serving.server_process import Served
@@ -210,14 +212,69 @@ def test_what_a_format_reads_as() -> None:
     assert response_format_of({"type": "text"}, regex="a") == ResponseFormat("regex", "a")
     assert response_format_of({"type": "json_object"}) == ResponseFormat("json_object")
     wrapped = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-    assert response_format_of(wrapped) == ResponseFormat("json_schema", schema)
+    assert response_format_of(wrapped) == ResponseFormat("json_schema", schema, closed=True)
     bare = {"type": "json_schema", "schema": {"type": "object", "x-guidance": {"lenient": True}}}
-    assert response_format_of(bare) == ResponseFormat("json_schema", schema)
+    assert response_format_of(bare) == ResponseFormat("json_schema", schema, closed=True)
     wrapped["json_schema"]["strict"] = False  # type: ignore[index]
     loose = response_format_of(wrapped)
     assert loose is not None and json.loads(loose.text)["x-guidance"] == {"lenient": True}
     assert response_format_of(None, "start: A") == ResponseFormat("lark", "start: A")
     assert response_format_of(None, 'root ::= "a"') == ResponseFormat("gbnf", 'root ::= "a"')
+
+
+NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+WRAPPED = {"type": "json_schema", "json_schema": {"name": "x", "schema": NAMED}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": WRAPPED},
+        {"response_format": {"type": "json_object", "schema": NAMED}},
+        {"guided_json": NAMED},
+        {"guided_json": json.dumps(NAMED)},
+        {"json_schema": NAMED},
+        {"structured_outputs": {"json": NAMED}},
+        {"structured_outputs": {"json": NAMED, "disable_additional_properties": True}},
+    ],
+    ids=str,
+)
+def test_an_object_has_only_what_its_schema_names(body: dict[str, Any]) -> None:
+    asked = {"model": "m", "messages": [{"role": "user", "content": "x"}], **body}
+    answer_format, _ = vendor_format_of(ChatBody.model_validate(asked))
+    assert answer_format is not None and answer_format.closed
+    assert json.loads(answer_format.text) == NAMED | {"additionalProperties": False}
+
+
+def test_an_object_that_may_have_more() -> None:
+    asked = {"structured_outputs": {"json": NAMED, "disable_additional_properties": False}}
+    messages = [{"role": "user", "content": "x"}]
+    body = ChatBody.model_validate({"model": "m", "messages": messages, **asked})
+    found, _ = vendor_format_of(body)
+    assert found == ResponseFormat("json_schema", msgspec.json.encode(NAMED).decode())
+    # what a schema says itself, and parts that cannot know each other
+    said = NAMED | {"additionalProperties": {"type": "string"}}
+    assert json.loads(schema_format(said).text) == said
+    joined = {"allOf": [NAMED, {"properties": {"b": True}}]}
+    assert json.loads(schema_format(joined).text) == joined and not schema_format(joined).closed
+    beside = {**NAMED, "anyOf": [{"required": ["b"]}]}
+    assert not schema_format({"type": "array", "items": beside}).closed
+    nested = schema_format({"type": "array", "items": NAMED}, False)
+    assert nested.closed and '"additionalProperties":false' in nested.text
+
+
+def test_the_receipt_says_whether_objects_are_closed(server: Served) -> None:
+    def told(**fields: Any) -> tuple[str, str]:
+        asked = {"model": "tiny", "messages": ASK, "max_tokens": 60, "temperature": 0, **fields}
+        reply = server.post("/v1/chat/completions", asked).json
+        receipt = server.get(f"/v1/receipts/{reply['id']}").json
+        return reply["choices"][0]["message"]["content"], receipt["plan"]["schema"]
+
+    content, form = told(response_format=WRAPPED)
+    assert set(json.loads(content)) == {"a"} and form == "closed"
+    open_form = {"json": NAMED, "disable_additional_properties": False}
+    assert told(structured_outputs=open_form)[1] == "open"
+    assert told(guided_regex="[a-z]{3}")[1] == "" and told()[1] == ""
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def _format(body: MessagesBody) -> tuple[ResponseFormat | None, str]:
     given, field = body.output_format, "output_format"
     if newer is not None:
         given, field = newer, "output_config.format"
-    return response_format_of(given, param=field, closed=True), field
+    return response_format_of(given, param=field), field
 
 
 def hints_of(body: CountBody, caller: CallerInfo) -> RouteHints:

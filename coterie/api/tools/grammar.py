@@ -203,7 +203,7 @@ def enforced_schema(schema: dict[str, Any], strict: bool | None) -> str:
 def closed_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """Forbid additional properties where the schema does not mention them. A schema whose parts are
     joined (`allOf`, `if`, properties beside `anyOf`) stays as it is."""
-    closed: dict[str, Any] = schema if _is_composed(schema) else _closed(schema)
+    closed: dict[str, Any] = schema if is_composed(schema) else _closed(schema)
     return closed
 
 
@@ -215,12 +215,13 @@ def _parts(schema: dict[str, Any]) -> list[Any]:
     ]
 
 
-def _is_composed(schema: Any) -> bool:
+def is_composed(schema: Any) -> bool:
+    """Whether its parts are joined: one cannot know what another names, so it is never closed."""
     if not isinstance(schema, dict):
         return False
     joins = any(key in schema for key in _JOINING)
     splits = "properties" in schema and any(key in schema for key in ("anyOf", "oneOf", "$ref"))
-    return joins or splits or any(_is_composed(part) for part in _parts(schema))
+    return joins or splits or any(is_composed(part) for part in _parts(schema))
 
 
 def _closed(schema: Any) -> Any:

@@ -325,6 +325,7 @@ class OpenReceipt:
                 config_digest=run.snapshot.config.digest,
                 sampling=_sampling(run),
                 adds_system=_adds_system(run),
+                schema=_schema(run),
             ),
             admission=admission,
             outcome=outcome,
@@ -350,6 +351,13 @@ def _sampling(run: RequestRun) -> dict[str, SampledWith]:
         specialist.recommended.sampling_for(request.prompt),
         plan.tuned.sampling,
     )
+
+
+def _schema(run: RequestRun) -> str:
+    answer_format = run.request.response_format
+    if answer_format is None or answer_format.kind != "json_schema":
+        return ""
+    return "closed" if answer_format.closed else "open"
 
 
 def _adds_system(run: RequestRun) -> bool:
