@@ -28,6 +28,7 @@ from tests.helpers.serving.server_process import Served, own_home
 
 pytestmark = pytest.mark.full
 
+ROOT = Path(__file__).resolve().parents[2]
 USER = [{"role": "user", "content": "hello"}]
 SCHEMA = {
     "type": "object",
@@ -245,8 +246,9 @@ LLAMA = "llama-cpp-python[server]==0.3.36"
 
 
 def llama_python() -> Path:
-    """A Python with llama-cpp-python, made once; it compiles for about ten minutes."""
-    root = Path(os.environ.get("COTERIE_LLAMA_ENV", home() / "llama-cpp-server"))
+    """A Python with llama-cpp-python, made once for this checkout; it compiles for about ten
+    minutes."""
+    root = Path(os.environ.get("COTERIE_LLAMA_ENV", ROOT / ".cache" / "llama-cpp-server"))
     python, stamp = root / "bin" / "python", root / ".ready"
     if not stamp.exists() and not _has_llama(python):
         venv.create(root, with_pip=True)
