@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from coterie.api.auth import check_exposure, load_keys
-from coterie.api.transport.tls import certificate_of
 from coterie.cli.machine import is_installed
 from coterie.cli.options import add_capture, add_model, add_moe, count, fetch, moe_options, size
 from coterie.cli.specialist import index_of
@@ -29,7 +28,7 @@ examples:
   coterie serve                              on http://127.0.0.1:8000
   coterie serve ./my-model --dtype int8 --port 9000
   coterie serve --host 0.0.0.0 --api-key-file keys.txt
-  coterie serve --host 0.0.0.0 --api-key-file keys.txt --tls-cert cert.pem --tls-key key.pem
+  coterie serve --tls-cert cert.pem --tls-key key.pem
   coterie serve --admin-key-file admins.txt  install experts over HTTP
   coterie serve --encoder static             with embeddings, by a shipped table
   coterie serve --config coterie.toml        docs/config.md lists every key
@@ -292,6 +291,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 def listen(server: ServerSettings) -> socket.socket:
     """The listening socket: a port in use, an unprotected address or a certificate that cannot be
     used is reported before a model loads."""
+    from coterie.api.transport.tls import certificate_of
+
     keys = load_keys(server)
     check_exposure(server.host, keys.callers is not None, server.insecure)
     certificate_of(server)

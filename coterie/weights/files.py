@@ -166,3 +166,15 @@ else:
         except OSError:
             return False
         return True
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another process holds the lock of this file."""
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return not try_lock(handle)
+    finally:
+        os.close(handle)

@@ -48,7 +48,7 @@ class ConnectionAcceptor:
         certificate: ServerCertificate | None = None,
     ) -> None:
         self._certificate = certificate
-        # by address: its clients decide how long a handshake takes
+        # by address, with those that have not begun: clients decide how long a handshake takes
         self._handshakes = Counter[str]()
         self._listener, self._connections, self._protocol = listener, connections, protocol
         self._loop = asyncio.get_running_loop()
@@ -102,6 +102,8 @@ class ConnectionAcceptor:
                     sock.send(self._refusal)
             sock.close()
             return
+        if self._certificate is not None:
+            self._handshakes[address] += 1
         self._waiting.append(address, sock)
         if self._next is None:
             self._next = self._loop.call_soon(self._open_next)
@@ -121,33 +123,22 @@ class ConnectionAcceptor:
             if self._certificate is None:
                 await self._loop.connect_accepted_socket(protocol, sock)
             else:
-                await self._open_tls(sock, address, protocol, self._certificate)
+                await self._loop.connect_accepted_socket(
+                    protocol,
+                    sock,
+                    ssl=self._certificate.context,
+                    ssl_handshake_timeout=self._connections.settings.header_timeout_s,
+                    ssl_shutdown_timeout=SHUTDOWN_S,
+                )
         except OSError:
             # it has gone, or does not speak TLS
             sock.close()
         except Exception as error:
             log("connection_broke", level="error", error=error)
             sock.close()
-
-    async def _open_tls(
-        self,
-        sock: socket.socket,
-        address: str,
-        protocol: Callable[[], WatchedProtocol],
-        certificate: ServerCertificate,
-    ) -> None:
-        self._handshakes[address] += 1
-        try:
-            await self._loop.connect_accepted_socket(
-                protocol,
-                sock,
-                ssl=certificate.context,
-                ssl_handshake_timeout=self._connections.settings.header_timeout_s,
-                ssl_shutdown_timeout=SHUTDOWN_S,
-            )
         finally:
             self._handshakes[address] -= 1
-            if not self._handshakes[address]:
+            if self._handshakes[address] <= 0:
                 del self._handshakes[address]
 
     def _made(self, address: str) -> WatchedProtocol:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import ssl
+import threading
 import time
 from pathlib import Path
 
@@ -29,17 +30,21 @@ class ServerCertificate:
         self._seen = _changed_at(self._files)
         self._context, self._pem = _read(*self._files)
         self._look_at = time.monotonic() + LOOK_S
+        # gRPC asks from threads of its own
+        self._lock = threading.Lock()
 
     @property
     def context(self) -> ssl.SSLContext:
-        self._look()
-        return self._context
+        with self._lock:
+            self._look()
+            return self._context
 
     @property
     def pem(self) -> tuple[bytes, bytes]:
         """The private key and the certificates."""
-        self._look()
-        return self._pem
+        with self._lock:
+            self._look()
+            return self._pem
 
     def _look(self) -> None:
         if time.monotonic() < self._look_at:
