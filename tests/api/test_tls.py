@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from http.client import HTTPSConnection
 from pathlib import Path
 
 import anthropic
@@ -180,27 +181,30 @@ def test_every_client(secure: SecureServer) -> None:
 
 
 def test_a_renewed_certificate_is_for_new_connections(secure: SecureServer) -> None:
-    with secure.connected() as old:
-        first = secure.serial_now()
-        renewed = secure.authority.issue(secure.certificate, secure.key)
-        assert renewed != first
-        until(lambda: secure.serial_now() == renewed)
-        # the old connection goes on
-        old.sendall(b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        assert old.recv(12) == b"HTTP/1.1 200"
+    old = HTTPSConnection(*secure.address, context=secure.context(), timeout=60)
+    old.request("GET", "/health/live")
+    assert old.getresponse().read()
+    first, before = secure.serial_now(), old.sock
+    renewed = secure.authority.issue(secure.certificate, secure.key)
+    assert renewed != first
+    until(lambda: secure.serial_now() == renewed)
+    # the old connection goes on
+    old.request("GET", "/health/live")
+    assert old.getresponse().status == 200 and old.sock is before
+    old.close()
 
     # while the files are no pair, the one before stays, and that is said once
     def refusals() -> int:
         return secure.server.log().count('"certificate_refused"')
 
     # one more where it was looked at between the writing of the two files
-    before = refusals()
+    known = refusals()
     replace(secure.key, private_pem(ec.generate_private_key(ec.SECP256R1())))
-    until(lambda: secure.serial_now() == renewed and refusals() > before)
+    until(lambda: secure.serial_now() == renewed and refusals() > known)
     time.sleep(2 * tls.LOOK_S)
     with secure.grpc_channel() as channel:
         assert secure.serial_now() == renewed and infer(channel)
-    assert refusals() == before + 1
+    assert refusals() == known + 1
     last = secure.authority.issue(secure.certificate, secure.key)
     until(lambda: secure.serial_now() == last)
 
