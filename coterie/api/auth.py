@@ -255,12 +255,24 @@ def check_exposure(host: str, has_keys: bool, insecure: bool) -> None:
 
 
 MAX_SHOWN = 100
+_ORIGIN_HEADERS = frozenset(
+    {b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"}
+)
 Headers = Iterable[tuple[bytes, bytes]]
+
+
+# what a browser says of a request that no page of another origin made
+_OWN_SITES = frozenset({"same-origin", "none"})
 
 
 class OriginCheck:
     """Refuses requests of foreign web pages. `has_keys`: with keys, any host name is accepted if
-    none is listed, because a web page does not know a key."""
+    none is listed, because a web page does not know a key.
+
+    This is what keeps pages from posting prompts, because most routes read a body of any content
+    type (`door.reads_any_type`): a page needs nobody's permission to post a text or a form. A
+    browser sends `Origin` with every POST. Where it is missing, `Sec-Fetch-Site` decides; programs
+    send neither. A page's script can set none of the three headers."""
 
     def __init__(self, server: ServerSettings, has_keys: bool) -> None:
         self._origins = frozenset(normal_origin(origin) for origin in server.cors_origins)
@@ -268,14 +280,10 @@ class OriginCheck:
         self._any_host = "*" in names or (has_keys and not names)
         self._names = frozenset(names | {"localhost", server.host.lower()})
 
-    def check(self, headers: Headers) -> None:
+    def check(self, headers: Headers, method: str = "GET") -> None:
         """Refuse a request that was not meant for this server."""
-        host = origin = None
-        for name, value in headers:
-            if name == b"host":
-                host = value.decode("latin-1").strip().lower()
-            elif name == b"origin":
-                origin = value.decode("latin-1").strip().lower()
+        given = {name: value for name, value in headers if name in _ORIGIN_HEADERS}
+        host, origin = _lower(given.get(b"host")), _lower(given.get(b"origin"))
         if host is not None and not self._any_host and not self._is_ours(host):
             raise MisdirectedRequest(
                 f"this server is not {_shown(host)}: ask it by its address or as localhost, or "
@@ -286,6 +294,25 @@ class OriginCheck:
                 f"pages of {_shown(origin)} may not call this server: start it with "
                 "--cors-origins ORIGIN"
             )
+        if origin is None and self._is_foreign_fetch(given, method):
+            raise Forbidden(
+                "pages of other sites may not call this server: start it with "
+                "--cors-origins ORIGIN, and let the page send its origin"
+            )
+
+    def _is_foreign_fetch(self, given: Mapping[bytes, bytes], method: str) -> bool:
+        """Whether a page of another origin made a request that has no `Origin`. Another port of
+        this machine is the same site and still foreign. A link to a page of this server is not
+        refused: it changes nothing, and only the person who follows it reads the answer."""
+        site = _lower(given.get(b"sec-fetch-site"))
+        if site is None or site in _OWN_SITES or "*" in self._origins:
+            return False
+        is_link = (
+            method in ("GET", "HEAD")
+            and given.get(b"sec-fetch-mode") == b"navigate"
+            and given.get(b"sec-fetch-dest") == b"document"
+        )
+        return not is_link
 
     def _is_ours(self, host: str) -> bool:
         """Whether the Host header names this server. An IP address always does: it cannot be made
@@ -303,7 +330,8 @@ class OriginCheck:
         if origin in self._origins or "*" in self._origins:
             return True
         try:
-            return host is not None and urlsplit(origin).netloc == host
+            # `null` names nobody: sandboxed frames, files, redirects across origins
+            return bool(host) and urlsplit(origin).netloc == host
         except ValueError:
             return False
 
@@ -311,6 +339,10 @@ class OriginCheck:
 def normal_origin(origin: str) -> str:
     """An origin as browsers send it."""
     return origin.strip().rstrip("/").lower()
+
+
+def _lower(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("latin-1").strip().lower()
 
 
 def _name_of(host: str) -> str:

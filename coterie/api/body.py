@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationErro
 from pydantic_core import core_schema
 from starlette.requests import ClientDisconnect, Request
 
-from coterie.api.door import ClientGone
+from coterie.api.door import ClientGone, reads_any_type
 from coterie.api.transport.whole import whole_body
 from coterie.core.errors import InvalidRequest, Overloaded, RequestTooLarge, UnsupportedMediaType
 from coterie.core.free_memory import return_free_memory
@@ -105,14 +105,17 @@ receiving = _Receiving()
 
 
 async def read_json(request: Request, limit_bytes: int) -> bytes:
-    """The body of a request whose content type is JSON or not given."""
-    require_json(request)
+    """The body of a request whose content type is JSON or not given; on routes that take prompts,
+    of any content type."""
+    if not reads_any_type(request.scope["path"]):
+        require_json(request)
     return await read(request, limit_bytes)
 
 
 def require_json(request: Request) -> None:
     """Refuse a content type other than JSON. A web page of any origin can post texts and forms
-    without a preflight request, but not JSON."""
+    without a preflight request, but not JSON: where state is changed this is a second wall behind
+    `OriginCheck`."""
     kind = _header(request, b"content-type").partition(";")[0].strip().lower()
     if kind and kind != "application/json" and not _JSON_KIND.fullmatch(kind):
         hint = "; curl: add -H 'content-type: application/json'" if kind == _FORM else ""

@@ -54,6 +54,7 @@ INFERENCE_PATHS = frozenset(
         "/api/embeddings",
     }
 )
+_OLLAMA = "/api"
 # further headers are sent if a request has this one
 DEBUG = b"x-coterie-debug"
 SPECIALIST, SLO = "x-coterie-specialist", "x-coterie-slo"
@@ -148,10 +149,17 @@ def dialect_of(scope: Scope) -> str:
         return errors.ANTHROPIC
     if any(_is_at(path, known) for known in _OPENAI_PATHS):
         return errors.OPENAI
-    if _is_at(path, "/api"):
+    if _is_at(path, _OLLAMA):
         return errors.OLLAMA
     anthropic = any(name == b"anthropic-version" for name, _ in scope["headers"])
     return errors.ANTHROPIC if anthropic else errors.OPENAI
+
+
+def reads_any_type(path: str) -> bool:
+    """Whether a body is read as JSON whatever content type it declares: the documented commands of
+    Ollama and llama.cpp declare none, so that curl says it is a form. `OriginCheck` refuses those
+    that web pages post."""
+    return path in INFERENCE_PATHS or _is_at(path, _OLLAMA)
 
 
 def shown_path(scope: Scope) -> str:
@@ -257,7 +265,7 @@ class Door:
         try:
             if scope["path"] not in OPEN_PATHS:
                 if self.origins is not None:
-                    self.origins.check(scope["headers"])
+                    self.origins.check(scope["headers"], scope["method"])
                 exchange.tenant = self.keys.tenant(scope["path"], scope["headers"])
                 if scope["path"] in INFERENCE_PATHS and scope["method"] == "POST":
                     exchange.refusals = self.refusals

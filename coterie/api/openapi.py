@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from coterie import __version__
 from coterie.api.answer_types import ExpertPlan
+from coterie.api.door import reads_any_type
 from coterie.api.transport.sse import NDJSON
 from coterie.core.events import InferenceMetrics, InferenceResult, ValidationResult
 from coterie.core.plan import AdapterChoice, Candidate, ClassifierInput, RouteTrace
@@ -178,7 +179,7 @@ def _refusals(row: RouteRow) -> list[int]:
     given = set(row.replies.refusals)
     if 401 in given:
         given |= {403, 421}
-    if row.body is not None:
+    if row.body is not None and not reads_any_type(row.path):
         given.add(415)
     return sorted(given)
 

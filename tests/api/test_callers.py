@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +16,9 @@ import pytest
 import websockets.sync.client as ws_client
 from websockets.exceptions import InvalidStatus
 
+from coterie.api.auth import OriginCheck
+from coterie.core.config import ServerSettings
+from coterie.core.errors import Forbidden
 from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.serving.server_process import Served, chat
 
@@ -60,13 +64,132 @@ def test_hosts_that_are_listed(lenient: Served, strict_server: Served) -> None:
     assert strict_server.get("/v1/models", host="evil.example").status == 401
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded",
-    "multipart/form-data; boundary=x", "text/plain;application/json"])  # fmt: skip
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/infer", "/v1/feedback", "/tokenize"])
-def test_what_a_page_may_post_is_refused(server: Served, path: str, kind: str) -> None:
+# what a page may post without a preflight request
+SIMPLE_TYPES = (
+    "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x",
+    "text/plain;application/json",
+)  # fmt: skip
+OLLAMA = "/api/chat"
+# headers of a browser with a page that may not call
+FOREIGN_PAGES: dict[str, dict[str, str]] = {
+    "another site": {"origin": "https://evil.example"},
+    "a sandboxed frame": {"origin": "null"},
+    "a redirected form": {"origin": "null", "sec_fetch_site": "cross-site"},
+    "another port of this machine": {"origin": "http://127.0.0.1:1"},
+    "no origin, another site": {"sec_fetch_site": "cross-site"},
+    "no origin, in capitals": {"sec_fetch_site": " Cross-Site "},
+    "no origin, another port": {"sec_fetch_site": "same-site"},
+    "no origin, an unknown site": {"sec_fetch_site": "far-away"},
+    "a form that opens a page": {
+        "sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate", "sec_fetch_dest": "document",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SIMPLE_TYPES)
+def test_programs_may_send_prompts_in_any_type(server: Served, kind: str) -> None:
+    for path in (CHAT, MESSAGES, "/v1/infer", OLLAMA):
+        body = {"prompt": "hello", "max_tokens": 8} if path == "/v1/infer" else chat()
+        if path == OLLAMA:
+            del body["max_tokens"], body["temperature"]
+            body["options"] = {"num_predict": 8}
+        assert server.post(path, body, content_type=kind).status == 200, path
+    own = {"origin": server.url, "sec_fetch_site": "same-origin"}
+    assert server.post(CHAT, chat(), content_type=kind, **own).status == 200
+    assert server.post(CHAT, b"model=tiny&prompt=hello", content_type=kind).status == 400
+
+
+@pytest.mark.parametrize("kind", SIMPLE_TYPES)
+@pytest.mark.parametrize("path", ["/v1/feedback", "/tokenize", "/v1/batches", "/v1/files"])
+def test_other_routes_want_their_type(server: Served, path: str, kind: str) -> None:
     reply = server.post(path, chat(), content_type=kind)
+    if path == "/v1/files" and kind.startswith("multipart"):
+        assert reply.status == 400
+        return
     assert reply.status == 415
-    assert "content-type: application/json" in reply.json["error"]["message"]
+    wanted = "multipart/form-data" if path == "/v1/files" else "application/json"
+    assert f"content-type: {wanted}" in reply.json["error"]["message"]
+
+
+def test_admin_routes_want_json(tmp_path: Path) -> None:
+    keys = tmp_path / "admins"
+    keys.write_text("key-of-an-admin\n")
+    keys.chmod(0o600)
+    served = Served(
+        *(str(tiny_checkpoint("llama")), "--name", "tiny", "--admin-key-file", str(keys))
+    )
+    try:
+        admin = {"authorization": "Bearer key-of-an-admin"}
+        drain, canary = "/v1/ensemble/specialists/tiny/drain", "/v1/ensemble/canaries"
+        for path in (drain, canary, "/v1/load_lora_adapter"):
+            for kind in SIMPLE_TYPES:
+                assert served.post(path, {}, content_type=kind, **admin).status == 415, path
+            page = admin | FOREIGN_PAGES["no origin, another site"]
+            assert served.post(path, {}, **page).status == 403, path
+        assert served.post(drain, {"reason": "a test"}, **admin).status == 200
+    finally:
+        served.stop()
+
+
+@pytest.mark.parametrize("page", FOREIGN_PAGES)
+def test_foreign_pages_are_refused(server: Served, page: str) -> None:
+    headers = FOREIGN_PAGES[page]
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json"):
+        for path in (CHAT, MESSAGES, "/v1/infer", OLLAMA, "/api/show", "/tokenize"):
+            reply = server.post(path, chat(), content_type=kind, **headers)
+            assert reply.status == 403, (path, kind)
+            assert "--cors-origins" in reply.body.decode(), path
+            assert "access-control-allow-origin" not in reply.headers
+    refused = server.post(CHAT, chat(), **headers).json["error"]
+    assert (refused["type"], refused["code"]) == ("permission_error", "permission_denied")
+    assert list(server.post(OLLAMA, {"model": "tiny"}, **headers).json) == ["error"]
+
+
+def test_links_and_pictures_of_other_pages(server: Served) -> None:
+    """A link leads here; what a page loads without asking does not."""
+    link = FOREIGN_PAGES["a form that opens a page"]
+    assert server.get("/dashboard", **link).status == 200
+    assert server.send("HEAD", "/", None, **link).status == 200
+    for change in ({"sec_fetch_mode": "no-cors"}, {"sec_fetch_dest": "iframe"}):
+        assert server.get("/dashboard", **(link | change)).status == 403
+    for site in ("same-origin", "none"):
+        assert server.get("/v1/models", sec_fetch_site=site).status == 200
+    assert "specialists" not in server.get("/health", sec_fetch_site="cross-site").json
+
+
+def test_a_name_that_was_made_to_point_here(server: Served, lenient: Served) -> None:
+    """To its browser the page is of this server's own origin: only the name shows that it is not.
+    A name that is listed is the operator's."""
+    page = {
+        "host": "evil.example:8000",
+        "origin": "http://evil.example:8000",
+        "sec_fetch_site": "same-origin",
+    }
+    for served in (server, lenient):
+        for path in (CHAT, OLLAMA):
+            for kind in ("text/plain", "application/json"):
+                assert served.post(path, chat(), content_type=kind, **page).status == 421
+    named = page | {"host": "coterie.example", "origin": "http://coterie.example"}
+    assert lenient.post(CHAT, chat(), content_type="text/plain", **named).status == 200
+
+
+def test_a_listed_page_and_its_other_requests(lenient: Served) -> None:
+    listed = {"origin": "https://app.example", "sec_fetch_site": "cross-site"}
+    for kind in ("text/plain", "application/json"):
+        assert lenient.post(CHAT, chat(), content_type=kind, **listed).status == 200
+    # the page's origin is not known without its header
+    assert lenient.post(CHAT, chat(), sec_fetch_site="cross-site").status == 403
+
+
+def test_origins_of_no_host() -> None:
+    """With keys any host may be named, an empty one too; `null` is not its origin."""
+    check = OriginCheck(ServerSettings(), has_keys=True)
+    for origin in (b"null", b""):
+        with pytest.raises(Forbidden):
+            check.check([(b"host", b""), (b"origin", origin)], "POST")
+    open_to_all = OriginCheck(ServerSettings(cors_origins=("*",)), has_keys=True)
+    open_to_all.check([(b"host", b"a"), (b"origin", b"null")], "POST")
+    open_to_all.check([(b"host", b"a"), (b"sec-fetch-site", b"cross-site")], "POST")
 
 
 def test_json_by_any_name(server: Served) -> None:
