@@ -145,6 +145,8 @@ class Sampling:
     # the request's response_format, copied here for the engine: other tokens are not drawn
     constraint: ResponseFormat | None = None
     rules: TokenRules | None = None
+    # penalties count this many of the last tokens, of prompt and output together; None = all
+    penalty_window: int | None = None
 
 
 @quick_init

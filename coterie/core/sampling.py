@@ -68,6 +68,7 @@ SAMPLING_FIELDS: dict[str, SamplingField] = {
     "repetition_penalty": SamplingField(0.0, 100.0, 1.0, above_low=True),
     "presence_penalty": SamplingField(-2.0, 2.0, 0.0),
     "frequency_penalty": SamplingField(-2.0, 2.0, 0.0),
+    "penalty_window": SamplingField(1, 2**31 - 1),
     # an exponent of the output's length: a larger value overflows
     "length_penalty": SamplingField(-10.0, 10.0, 1.0),
     "n": SamplingField(1, 128, 1),
@@ -266,6 +267,7 @@ def resolve_sampling(
         requested.prompt_logprobs,
         requested.constraint,
         requested.rules,
+        requested.penalty_window,
     )
     check_sampling(resolved)
     return resolved

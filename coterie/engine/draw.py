@@ -6,6 +6,7 @@ the process.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -55,13 +56,56 @@ def uniform(seed: int, choice: int, position: int) -> float:
     return float(uniforms(np.array([noise_key(seed, choice)], dtype=np.uint64), [position])[0])
 
 
+class RecentTokens:
+    """The last tokens of prompt and output, as many as penalties count."""
+
+    def __init__(self, size: int, prompt: Sequence[int]) -> None:
+        self.size = size
+        self._tokens = deque(prompt)
+        # those of the prompt come first
+        self._num_prompt = len(self._tokens)
+        self._uses = Counter(prompt)
+
+    def add(self, token: int) -> tuple[int, bool, bool] | None:
+        """Add a token of the output. Returns the token that counts no longer, whether it was one of
+        the output, and whether it was the last of its kind; None if all still count."""
+        self._tokens.append(token)
+        self._uses[token] += 1
+        if len(self._tokens) <= self.size:
+            return None
+        oldest = self._tokens.popleft()
+        is_output = self._num_prompt == 0
+        self._num_prompt -= not is_output
+        self._uses[oldest] -= 1
+        is_last = not self._uses[oldest]
+        if is_last:
+            del self._uses[oldest]
+        return oldest, is_output, is_last
+
+    def fork(self) -> RecentTokens:
+        twin = object.__new__(RecentTokens)
+        twin.size, twin._tokens = self.size, self._tokens.copy()
+        twin._num_prompt, twin._uses = self._num_prompt, self._uses.copy()
+        return twin
+
+
+# the count of a token that no penalty counts
+_NOT_COUNTED = -1
+
+
 class TokenPenalties:
-    """The tokens that occurred and how often they were produced, in growing arrays."""
+    """The tokens that occurred and how often they were produced, in growing arrays. With a window
+    only the last tokens count; it depends on the tokens alone, so another worker that continues the
+    request counts the same."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]) -> None:
         self.repetition = value_of(sampling, "repetition_penalty")
         self.presence = value_of(sampling, "presence_penalty")
         self.frequency = value_of(sampling, "frequency_penalty")
+        window = sampling.penalty_window
+        if window is not None:
+            prompt = prompt[-window:]
+        self._recent = None if window is None else RecentTokens(window, prompt)
         seen = np.unique(np.array(prompt, dtype=np.int64))
         # token -> its index in the arrays, which have spare entries
         self._place = {token: place for place, token in enumerate(seen.tolist())}
@@ -76,11 +120,21 @@ class TokenPenalties:
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         self._ids[place] = token
-        self._counts[place] += 1
+        self._counts[place] = max(self._counts[place], 0) + 1
+        left = None if self._recent is None else self._recent.add(token)
+        if left is not None:
+            oldest, is_output, is_last = left
+            place = self._place[oldest]
+            self._counts[place] = _NOT_COUNTED if is_last else self._counts[place] - is_output
+
+    @property
+    def has_window(self) -> bool:
+        return self._recent is not None
 
     @property
     def entries(self) -> tuple[dict[int, int], NDArray[np.int64], NDArray[np.float32]]:
-        """All tokens that occurred, and how often they were produced; with the index of each."""
+        """All tokens that occurred, and how often they were produced, -1 = not in the window; with
+        the index of each."""
         seen = len(self._place)
         return self._place, self._ids[:seen], self._counts[:seen]
 
@@ -89,6 +143,7 @@ class TokenPenalties:
         twin.repetition, twin.presence = self.repetition, self.presence
         twin.frequency, twin._place = self.frequency, dict(self._place)
         twin._ids, twin._counts = self._ids.copy(), self._counts.copy()
+        twin._recent = self._recent and self._recent.fork()
         return twin
 
     def apply(self, logits: NDArray[np.float32]) -> None:
@@ -96,6 +151,9 @@ class TokenPenalties:
         count the output."""
         seen = len(self._place)
         ids, counts = self._ids[:seen], self._counts[:seen]
+        if self._recent is not None:
+            counted = counts != _NOT_COUNTED
+            ids, counts = ids[counted], counts[counted]
         values = logits[ids]
         if self.repetition != 1.0:
             scale = np.float32(self.repetition)
@@ -203,8 +261,10 @@ class DrawState:
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host takes part before or in each of its draws."""
-        return self.is_host_drawn or self.constraint is not None
+        """Whether the host takes part before or in each of its draws. A device can count a token
+        that it drew, but does not know which one leaves the window."""
+        has_window = self.penalties is not None and self.penalties.has_window
+        return self.is_host_drawn or self.constraint is not None or has_window
 
     def banned_behind(
         self, tokens: Sequence[int], num_prompt: int, ahead: int = 0

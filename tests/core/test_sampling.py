@@ -146,7 +146,7 @@ NATIVE = {
     "max_tokens": (1, 200_000),
 }
 NATIVE_FIELDS = (*GENERATION_FIELDS, "num_beams", "length_penalty", "seed", "max_tokens")
-CHAT_FIELDS = tuple(name for name in FIELDS if name != "num_beams")
+CHAT_FIELDS = tuple(name for name in FIELDS if name not in ("num_beams", "penalty_window"))
 DOORS = {
     # it folds a seed of any size
     "gateway": Door(

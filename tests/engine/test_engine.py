@@ -84,6 +84,24 @@ def test_many_requests_under_pressure() -> None:
     assert engine.stats()["preemptions"] > 0
 
 
+def test_windows_of_penalties_outlast_preemptions() -> None:
+    settings: dict[str, Any] = {
+        "max_tokens": 20, "repetition_penalty": 3.0, "frequency_penalty": 1.0,
+    }  # fmt: skip
+
+    def answers(num_blocks: int, **window: int) -> tuple[dict[Any, list[int]], int]:
+        engine = make_engine(make_lane(num_blocks=num_blocks, prefix_cache=False))
+        for i in range(8):
+            prompt = range(1, 5 + 3 * i)
+            engine.add(make_assignment(f"r{i}", prompt, **settings, **window))
+        return outputs(drain(engine)), int(engine.stats()["preemptions"])
+
+    roomy, none = answers(400, penalty_window=4)
+    crowded, some = answers(20, penalty_window=4)
+    assert crowded == roomy and none == 0 and some > 0
+    assert answers(400)[0] != roomy
+
+
 @pytest.mark.parametrize("rows", [8, 3])
 def test_choices_fork_from_one_prefill(rows: int) -> None:
     """Also when there are more choices than rows: the others wait and recompute."""
@@ -260,8 +278,10 @@ SHAPES: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "n": 3},
     {"temperature": 0.9, "top_p": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.4},
+    {"repetition_penalty": 2.0, "frequency_penalty": 0.6, "penalty_window": 5},
     {"temperature": 1.0, "stop": ("QQ", "AB"), "logprobs": 2},
     {"num_beams": 3, "n": 2},
+    {"num_beams": 3, "n": 2, "repetition_penalty": 2.0, "penalty_window": 4},
 ]
 
 

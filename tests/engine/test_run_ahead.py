@@ -108,6 +108,7 @@ def random_requests(rng: random.Random) -> list[Any]:
             settings |= rng.choice(
                 [
                     {"presence_penalty": 1.5},
+                    {"repetition_penalty": 1.6, "penalty_window": 3},
                     {"min_tokens": 6, "ignore_eos": False},
                     {"logit_bias": ((3, 4.0), (7, -9.0))},
                     {"prompt_logprobs": 2},
@@ -270,6 +271,24 @@ def test_penalties_are_counted_ahead_on_the_device(captured: bool, watch: Watch)
         assert len(sends) == 2
     else:
         assert twin.num_unknown == 39
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_windows_of_penalties_are_kept_by_the_host(captured: bool, watch: Watch) -> None:
+    """No step runs ahead while a token may leave a window; afterwards they do again."""
+    lane = make_lane(num_blocks=512, max_sequences=32, max_step_tokens=64)
+    requests = [
+        make_assignment("a", [1, 2, 3], max_tokens=20, repetition_penalty=1.5, penalty_window=4),
+        make_assignment("b", [4, 5], max_tokens=40, frequency_penalty=1.0, temperature=1.0),
+        make_assignment("c", [4, 5], max_tokens=40),
+    ]
+    single, ahead = (make_engine(lane, run_ahead=run_ahead) for run_ahead in (False, True))
+    use_device_path(ahead)
+    if captured:
+        use_captured_steps(ahead, ahead._lanes[0].runner._model)  # type: ignore[arg-type]
+    expected, found = (answer(engine, requests, {}) for engine in (single, ahead))
+    assert by_request(found) == by_request(expected)
+    assert 0 < watch.ahead <= 20
 
 
 def test_draws_and_lists_of_edits_count_as_graphs(

@@ -153,6 +153,59 @@ def test_penalties_grow_past_their_first_arrays() -> None:
     assert row[100:300].tolist() == [-1.0] * 200 and not row[:100].any() and not row[300:].any()
 
 
+def counted_last(
+    prompt: list[int], output: list[int], window: int, logits: np.ndarray, **penalties: float
+) -> np.ndarray:
+    """The definition: only the last `window` tokens count, those of the output where the output
+    counts."""
+    last = (prompt + output)[-window:]
+    made = output[-window:]
+    row = logits.copy()
+    for token in set(last):
+        scale = np.float32(penalties["repetition_penalty"])
+        row[token] = row[token] * scale if row[token] < 0 else row[token] / scale
+        times = made.count(token)
+        row[token] -= penalties["frequency_penalty"] * times
+        row[token] -= penalties["presence_penalty"] * (times > 0)
+    return row
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 64])
+def test_penalties_count_the_last_tokens(window: int) -> None:
+    """Token by token, and of a sequence that another worker began."""
+    rng = random.Random(window)
+    penalties: dict[str, Any] = {
+        "repetition_penalty": 1.5, "frequency_penalty": 0.25, "presence_penalty": 0.5,
+    }  # fmt: skip
+    prompt = [rng.randint(0, 9) for _ in range(7)]
+    one = sequence(prompt, [], penalty_window=window, **penalties)
+    logits = random_logits(1, window, ties=False)[0].numpy()
+    for _ in range(90):
+        output = one.tokens[one.num_prompt :]
+        expected = counted_last(prompt, output, window, logits, **penalties)
+        fresh = sequence(prompt, output, penalty_window=window, **penalties)
+        for made in (one, fresh):
+            row = logits.copy()
+            made.draw.edit(row, made.tokens, made.num_prompt)
+            np.testing.assert_allclose(row, expected, rtol=1e-6)
+        token = rng.randint(0, 12)
+        one.tokens.append(token)
+        one.draw.produced(token)
+    # what a device gets
+    assert one.draw.needs_host and not one.draw.is_host_drawn
+
+
+def test_a_window_over_everything_changes_nothing() -> None:
+    penalties: dict[str, Any] = {"repetition_penalty": 1.5, "frequency_penalty": 0.25}
+    prompt, output = [4, 9, 9, 30], [7, 9, 7]
+    rows = []
+    for window in (None, 7, 2**31 - 1):
+        one = sequence(prompt, output, penalty_window=window, **penalties)
+        rows.append(random_logits(1, 3, ties=False)[0].numpy())
+        one.draw.edit(rows[-1], one.tokens, one.num_prompt)
+    assert all(np.array_equal(row, rows[0]) for row in rows)
+
+
 def test_bias_and_early_ends() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 3] = 10.0
@@ -253,7 +306,7 @@ def test_tiny_temperature_is_greedy() -> None:
     assert sample(logits, rows, [0]).tokens == [int(logits.argmax())]
 
 
-def random_draws(rng: random.Random) -> tuple[list[Sequence], list[int]]:
+def random_draws(rng: random.Random, ahead: int = 1) -> tuple[list[Sequence], list[int]]:
     """Draws that need nothing from the host, some of them from the same row."""
     kinds: list[dict[str, Any]] = [
         {}, {"logprobs": 3}, {"min_tokens": 4}, {"temperature": 0.7},
@@ -264,6 +317,9 @@ def random_draws(rng: random.Random) -> tuple[list[Sequence], list[int]]:
         {"rules": TokenRules(allowed_ids=(3, 5, 8, 200)), "min_tokens": 5},
         {"rules": TokenRules(allowed_ids=(3, 5)), "min_tokens": 9, "presence_penalty": -0.5},
     ]  # fmt: skip
+    if not ahead:
+        # which token leaves a window, a device does not know
+        kinds.append({"repetition_penalty": 1.4, "presence_penalty": 0.6, "penalty_window": 3})
     draws = []
     for kind in rng.choices(kinds, k=rng.randint(1, 12)):
         output = [rng.randint(0, 12) for _ in range(rng.randint(1, 9))]
@@ -275,9 +331,10 @@ def random_draws(rng: random.Random) -> tuple[list[Sequence], list[int]]:
 @pytest.mark.parametrize("seed", range(60))
 def test_launched_draws_are_those_of_the_host(seed: int) -> None:
     rng = random.Random(seed)
-    draws, rows = random_draws(rng)
+    ahead = rng.randint(0, 1)
+    draws, rows = random_draws(rng, ahead)
     logits = random_logits(len(set(rows)), seed, ties=False)
-    output, ahead = ModelOutput(torch.device("cpu"), VOCAB), rng.randint(0, 1)
+    output = ModelOutput(torch.device("cpu"), VOCAB)
     launcher = Sampler(device=TwinDraws())
     inputs = launcher.inputs(draws, rows, output, ahead)
     assert inputs is not None

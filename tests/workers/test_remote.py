@@ -693,6 +693,7 @@ def test_the_choice_of_tools_is_told(
         ({"sampling": Sampling(num_beams=2)}, "use_beam_search"),
         ({"sampling": Sampling(logprobs=1), "prompt": Text("a")}, "logprobs"),
         ({"limits": Limits(context_size=10)}, "context_size"),
+        ({"sampling": Sampling(presence_penalty=1.0, penalty_window=9)}, "repeat_last_n"),
         ({"response_format": ResponseFormat("regex", "a+")}, "response_format"),
         ({"response_format": ResponseFormat("lark", "start: /a/")}, "response_format"),
     ],
@@ -705,6 +706,14 @@ def test_what_cannot_be_passed_on_is_refused(changes: dict[str, Any], param: str
     with pytest.raises(UnsupportedFeature) as refused:
         check_request(request, request.prompt, 100)
     assert refused.value.param == param
+
+
+def test_a_window_without_penalties_is_nothing_to_pass_on() -> None:
+    sampling = Sampling(repetition_penalty=1.0, penalty_window=64)
+    request = InferenceRequest(
+        "a", CHAT, sampling, Limits(), RouteHints(), None, None, "t", time.monotonic()
+    )
+    check_request(request, request.prompt, 100)
 
 
 def test_a_replica_takes_no_tokens_and_no_id_twice() -> None:

@@ -42,11 +42,18 @@ def check_request(request: InferenceRequest, prompt: Prompt, context: int) -> No
         raise _unsupported("logprobs", "a remote server sends them only for chats")
     if (sampling.num_beams or 1) > 1 or sampling.length_penalty is not None:
         raise _unsupported("use_beam_search", "a remote server draws its tokens itself")
+    if sampling.penalty_window is not None and _is_penalised(sampling):
+        raise _unsupported("repeat_last_n", "a remote server counts all tokens; give -1")
     if limits.truncation is not None:
         raise _unsupported("truncate_prompt_tokens", "tokens of a remote server are not known here")
     if limits.context_size is not None and limits.context_size < context:
         raise _unsupported("context_size", "tokens of a remote server are not known here")
     check_format(request.response_format)
+
+
+def _is_penalised(sampling: Sampling) -> bool:
+    penalties = (sampling.presence_penalty, sampling.frequency_penalty)
+    return sampling.repetition_penalty not in (None, 1) or any(penalties)
 
 
 def check_format(answer_format: ResponseFormat | None) -> None:
