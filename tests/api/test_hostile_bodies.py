@@ -159,10 +159,10 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
                 {"role": "assistant", "tool_calls": [{"function": {"name": f"f{i % 7}"}}] * 3}
                 for i in range(2_000)]
             + [{"role": "tool", "content": "x", "tool_name": "f6"}] * 2_000}).encode()),
-    "an unknown option": (
+    "unknown options": (
         OLLAMA,
         lambda: (
-            f'{{"model":"tiny","messages":[{TURN}],"options":{{"mirostat":1,'
+            f'{{"model":"tiny","messages":[{TURN}],"options":{{"num_gpu":"x",'
             + ",".join(f'"o{i}":1' for i in range(50_000)) + "}}").encode()),
     "a context of ids": (
         "/api/generate", lambda: filled('{"model":"tiny","prompt":"x","context":[', "1", "]}")),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import ollama
 import pytest
 from pydantic import BaseModel
 
+from tests.helpers.models.tiny import tiny_checkpoint
 from tests.helpers.models.tool_callers import (
     BOTH,
     DONE,
@@ -139,6 +142,11 @@ def test_options(client: ollama.Client, server: Served) -> None:
     )
     assert said(repeat_penalty=5.0, num_predict=60) != said(num_predict=60)
     assert said(repeat_penalty=5.0, repeat_last_n=0) == plain
+    # all of what there is, a window over all of it, and a part of it
+    long = {"repeat_penalty": 5.0, "num_predict": 60}
+    whole = said(**long)
+    assert said(**long, repeat_last_n=-1) == said(**long, repeat_last_n=2000) == whole
+    assert said(**long, repeat_last_n=2) not in (whole, said(num_predict=60))
     stop = plain[2:4]
     cut = client.chat(model="tiny", messages=HELLO, options=GREEDY | {"stop": [stop]})
     assert cut.message.content == plain[: plain.index(stop)] and cut.done_reason == "stop"
@@ -152,11 +160,116 @@ def test_options(client: ollama.Client, server: Served) -> None:
     assert beside.json["eval_count"] == 3
     filled = server.post(CHAT, fields | {"options": {"num_predict": -1, "num_ctx": 64}}).json
     assert filled["prompt_eval_count"] + filled["eval_count"] <= 64
+    # more than the model has is all that it has
+    assert said(num_ctx=131_072) == plain
+    # Ollama takes whole numbers from any number, and passes over names that it does not know
+    assert said(num_predict=8.9, top_k=40.0, num_batch=2.5) == plain
+    assert said(max_tokens=1, format="json", numa=True, made_up={"a": [1]}) == plain
     scores = client.chat(
         model="tiny", messages=HELLO, options=GREEDY, logprobs=True, top_logprobs=2
     ).logprobs
     assert scores is not None and len(scores) == 8 and len(scores[0].top_logprobs or ()) == 2
     assert scores[0].logprob == (scores[0].top_logprobs or [])[0].logprob
+
+
+@pytest.mark.full
+def test_a_window_of_penalties_outlasts_its_worker() -> None:
+    served = Served(str(tiny_checkpoint("llama")), "--name", "tiny")
+    options: dict[str, Any] = {
+        "repeat_penalty": 3.0,
+        "frequency_penalty": 0.5,
+        "repeat_last_n": 6,
+        "seed": 1,
+    }
+    body = {"model": "tiny", "messages": HELLO, "options": options | {"num_predict": 800}}
+
+    def said(fields: dict[str, Any] = body) -> str:
+        return "".join(part["message"]["content"] for part in lines(served.post(CHAT, fields).body))
+
+    try:
+        alone = said()
+        assert alone != said(
+            body | {"options": options | {"num_predict": 800, "repeat_last_n": -1}}
+        )
+        with ThreadPoolExecutor(1) as callers:
+            running = callers.submit(said)
+            while served.metric("vllm:num_requests_running") < 1:
+                assert not running.done()
+            assert served.kill_workers() == 1
+            assert running.result() == alone
+        assert served.metric("coterie_recoveries_total", kind="request_continued") > 0
+    finally:
+        served.stop()
+
+
+def test_ignored_options_are_in_the_log_once(server: Served) -> None:
+    old = {"mirostat": 2, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "penalize_newline": False}
+    fields = {"model": "tiny", "messages": HELLO, "stream": False}
+    plain, *others = (
+        server.post(CHAT, fields | {"options": GREEDY | options}).json["message"]
+        for options in ({}, old, old, {"mirostat": None, "tfs_z": None})
+    )
+    assert others == [plain] * 3
+    logged = [
+        json.loads(line)["reason"]
+        for line in server.log().splitlines()
+        if '"event":"option_ignored"' in line
+    ]
+    assert sorted(reason.partition(":")[0] for reason in logged) == sorted(old)
+
+
+@pytest.mark.parametrize(
+    ("keep_alive", "seconds"),
+    [
+        (300, 300), (0.5e3, 500), ("5m", 300), ("90", 90), ("1h30m", 5400), ("1.5h", 5400),
+        ("2m500ms", 120.5), ("+10m", 600), ("90000000\u00b5s", 90),
+    ],
+)  # fmt: skip
+def test_how_long_a_model_is_wanted(server: Served, keep_alive: Any, seconds: float) -> None:
+    before = datetime.now(UTC).replace(microsecond=0)
+    body = {"model": "tiny", "messages": [], "keep_alive": keep_alive}
+    assert server.post(CHAT, body).json["done_reason"] == "load"
+    [running] = server.get("/api/ps").json["models"]
+    until = datetime.fromisoformat(running["expires_at"]) - timedelta(seconds=seconds)
+    # times are shown in whole seconds
+    assert before - timedelta(seconds=1) <= until <= datetime.now(UTC)
+
+
+def test_models_are_never_unloaded(client: ollama.Client, server: Served) -> None:
+    def year() -> int:
+        [running] = client.ps().models
+        assert running.expires_at is not None
+        return running.expires_at.year
+
+    def keep(value: Any, path: str = GENERATE, **fields: Any) -> Any:
+        body = {"model": "tiny", "keep_alive": value, "stream": False} | fields
+        return server.post(path, body).json
+
+    for forever in (-1, -0.5, "-1m", "-1", 10**12, "9999999h"):
+        assert keep("5m")["done_reason"] == "load" and year() < 2300
+        assert keep(forever)["done_reason"] == "load" and year() > 2300
+    for now in (0, "0", "0s", "0m", 0.0):
+        keep("5m")
+        answer = keep(now)
+        assert (answer["done_reason"], answer["done"], answer["response"]) == ("unload", True, "")
+        assert year() > 2300
+    unloaded = keep(0, CHAT, messages=[])
+    assert unloaded["done_reason"] == "unload"
+    assert unloaded["message"] == {"role": "assistant", "content": ""}
+    # an answer counts too, by any of the model's names; the last request decides
+    said = keep("5m", CHAT, model="tiny:latest", messages=HELLO, options=GREEDY)
+    assert said["done_reason"] == "length" and year() < 2300
+    assert keep(0, CHAT, messages=HELLO, options=GREEDY)["done_reason"] == "length"
+    assert year() > 2300
+
+
+def test_wishes_of_tenants_are_apart(strict_server: Served) -> None:
+    one, other = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    strict_server.post(CHAT, {"model": "tiny", "keep_alive": "5m"}, **one)
+    mine, theirs = (
+        strict_server.get("/api/ps", **key).json["models"][0]["expires_at"] for key in (one, other)
+    )
+    assert mine < "2300" < theirs
 
 
 def test_formats(client: ollama.Client) -> None:
@@ -260,25 +373,20 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"model": "tiny", "messages": [{"role": "wizard", "content": "x"}]}, 400, "role"),
     (CHAT, {"model": "tiny", "messages": [{"role": "user", "images": ["aGk="]}]}, 400, "images"),
     (CHAT, {"model": "tiny", "messages": [{"role": "tool", "content": "x"}]}, 400, "no call"),
-    (CHAT, {"model": "tiny", "messages": HELLO, "options": {"num_ctx": 4096}}, 400, "1024"),
-    (CHAT, {"model": "tiny", "messages": HELLO, "options": {"mirostat": 2}}, 400, "mirostat"),
+    (CHAT, {"model": "tiny", "messages": HELLO, "options": {"num_ctx": "big"}}, 400, "num_ctx"),
+    (CHAT, {"model": "tiny", "messages": HELLO, "options": {"num_gpu": "all"}}, 400, "num_gpu"),
+    (CHAT, {"model": "tiny", "messages": HELLO, "options": {"use_mmap": 1}}, 400, "use_mmap"),
+    (CHAT, {"model": "tiny", "messages": HELLO, "options": {"stop": [1]}}, 400, "stop"),
+    (CHAT, {"model": "tiny", "messages": HELLO, "options": [1]}, 400, "options"),
+    (CHAT, {"model": "tiny", "messages": HELLO, "mirostat": 2}, 400, "mirostat"),
     (CHAT, {"model": "tiny", "messages": HELLO, "options": {"top_p": 3}}, 400, "top_p"),
     (CHAT, {"model": "tiny", "messages": HELLO, "think": True}, 400, "does not support thinking"),
     (CHAT, {"model": "tiny", "messages": HELLO, "keep_alive": "soon"}, 400, "keep_alive"),
     (CHAT, {"model": "tiny", "messages": HELLO, "format": {"type": 5}}, 400, "schema"),
     (CHAT, {"model": "tiny", "messages": HELLO, "format": "yaml"}, 400, "format"),
-    (CHAT, {"model": "tiny", "messages": [], "keep_alive": 0}, 400, "stay loaded"),
-    (
-        CHAT,
-        {
-            "model": "tiny",
-            "messages": HELLO,
-            "options": {"repeat_penalty": 1.2, "repeat_last_n": 64},
-        },
-        400,
-        "repeat_last_n",
-    ),
-    (CHAT, {"model": "tiny", "messages": [], "keep_alive": "0m"}, 400, "stay loaded"),
+    (CHAT, {"model": "tiny", "messages": [], "keep_alive": True}, 400, "keep_alive"),
+    (CHAT, {"model": "nobody", "messages": [], "keep_alive": 0}, 404, "not found"),
+    ("/api/embed", {"model": "tiny", "input": "x", "keep_alive": "soon"}, 400, "keep_alive"),
     # fields of other APIs, and of other places, that would change the answer
     (CHAT, {"model": "tiny", "messages": HELLO, "max_tokens": 5}, 400, "options.num_predict"),
     (CHAT, {"model": "tiny", "messages": HELLO, "temperature": 0}, 400, "options.temperature"),
@@ -287,8 +395,6 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"model": "tiny", "messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
     (CHAT, {"model": "tiny", "messages": HELLO, "n": 2}, 400, "one answer"),
     (CHAT, {"model": "tiny", "messages": HELLO, "raw": True}, 400, "/api/generate"),
-    (CHAT, {"model": "tiny", "messages": HELLO, "options": {"max_tokens": 5}}, 400, "num_predict"),
-    (CHAT, {"model": "tiny", "messages": HELLO, "options": {"format": "json"}}, 400, "format"),
     (GENERATE, {"model": "tiny", "prompt": "x", "tools": [{"type": "x"}]}, 400, "/api/chat"),
     (GENERATE, {"model": "tiny", "prompt": "x", "template": "{{ .Prompt }}"}, 400, "template"),
     (GENERATE, {"model": "tiny", "prompt": "x", "suffix": "y"}, 400, "gaps"),

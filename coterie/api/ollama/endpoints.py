@@ -26,8 +26,14 @@ from coterie.api.embeddings.endpoints import EmbeddingEndpoints, off_loop_if_lar
 from coterie.api.embeddings.types import EmbeddingBody
 from coterie.api.errors import encode
 from coterie.api.ollama import render
-from coterie.api.ollama.models import known_name, list_fields, running_fields, show_fields
-from coterie.api.ollama.parse import check_context, parse_chat, parse_generate
+from coterie.api.ollama.models import (
+    KeepAlives,
+    known_name,
+    list_fields,
+    running_fields,
+    show_fields,
+)
+from coterie.api.ollama.parse import ignored_options, keep_alive_s, parse_chat, parse_generate
 from coterie.api.ollama.render import OllamaShape, OllamaStream
 from coterie.api.ollama.types import (
     OllamaChatBody,
@@ -35,6 +41,7 @@ from coterie.api.ollama.types import (
     OllamaFields,
     OllamaGenerateBody,
     OllamaOldEmbedBody,
+    OllamaOptions,
     OllamaShowBody,
 )
 from coterie.api.tools.read import TEXT_ONLY, AnswerSyntax, answer_syntax_of, with_answer_grammar
@@ -42,8 +49,9 @@ from coterie.api.tools.read import tool_events as events_with_format
 from coterie.api.transport.sse import LineStream
 from coterie.api.truncate import ANSWER_SHARE, fitted
 from coterie.core.errors import InvalidRequest, UnsupportedFeature
-from coterie.core.request import AUTO, Chat, InferenceRequest, Tokens
+from coterie.core.request import AUTO, Chat, InferenceRequest, RouteHints, Tokens
 from coterie.models.text.fill import GapText, fill_prompt
+from coterie.obs.log import log
 from coterie.service.encoders.service import shaped
 
 if TYPE_CHECKING:
@@ -61,6 +69,9 @@ class OllamaDialect:
         self.service = service
         self.max_body_bytes = max_body_bytes
         self._encoders = EmbeddingEndpoints(service, max_body_bytes)
+        self._kept = KeepAlives()
+        # ignored options that the log has named
+        self._logged: set[str] = set()
 
     async def ollama_chat(self, request: Request) -> Response:
         """Answer a conversation, whole or as lines of JSON."""
@@ -92,7 +103,7 @@ class OllamaDialect:
 
     async def ollama_ps(self, request: Request) -> Response:
         """List the models that are in memory."""
-        return _json(running_fields(self.service, exchange_of(request.scope).tenant))
+        return _json(running_fields(self.service, exchange_of(request.scope).tenant, self._kept))
 
     async def ollama_show(self, request: Request) -> Response:
         """Describe one model."""
@@ -114,6 +125,7 @@ class OllamaDialect:
         wanted = self._embedding(request, body.model, body.input, cut, body.dimensions)
         began = time.perf_counter_ns()
         served, answer = await self._encoders.encoded(request, wanted)
+        self._keep(body.keep_alive, served.name, exchange_of(request.scope))
 
         def written() -> bytes:
             vectors = shaped(answer.vectors, served.normalise, body.dimensions)
@@ -127,6 +139,7 @@ class OllamaDialect:
         body = await parse(request, OllamaOldEmbedBody, self.max_body_bytes)
         wanted = self._embedding(request, body.model, body.prompt, True)
         served, answer = await self._encoders.encoded(request, wanted)
+        self._keep(body.keep_alive, served.name, exchange_of(request.scope))
         vectors = shaped(answer.vectors, served.normalise, None)
         return _json({"embedding": vectors[0].tolist()})
 
@@ -148,15 +161,33 @@ class OllamaDialect:
         return known_name(self.service, name, exchange.tenant)
 
     def _loaded(self, body: OllamaFields, name: str, exchange: Exchange) -> Response:
-        """A request without a prompt loads a model, or unloads it."""
+        """A request without a prompt loads a model, or unloads it. Here a model is loaded already,
+        and stays: other callers use it."""
         self.service.model(name, exchange.tenant)
-        if _is_zero(body.keep_alive):
-            raise UnsupportedFeature(
-                "keep_alive: models stay loaded while this server runs", param="keep_alive"
-            )
+        self._keep(body.keep_alive, self._specialist(name, exchange), exchange)
+        is_unload = body.keep_alive is not None and keep_alive_s(body.keep_alive) == 0
         generates = isinstance(body, OllamaGenerateBody)
         shape = OllamaShape("", body.model, name, name, is_generate=generates)
-        return Response(render.loaded(shape), media_type=JSON)
+        answer = render.loaded(shape, "unload" if is_unload else "load")
+        return Response(answer, media_type=JSON)
+
+    def _specialist(self, name: str, exchange: Exchange) -> str:
+        encoder = self.service.encoder_name(name)
+        if encoder is not None and encoder in self.service.encoders.served:
+            return encoder
+        return self.service.resolve(RouteHints(name), tenant=exchange.tenant)
+
+    def _keep(self, wanted: float | str | None, specialist: str, exchange: Exchange) -> None:
+        seconds = None if wanted is None else keep_alive_s(wanted)
+        self._kept.note(exchange.tenant, specialist, seconds)
+
+    def _note_ignored(self, options: OllamaOptions | None) -> None:
+        """Say once in the log which options have no effect here."""
+        for name in ignored_options(options):
+            if name not in self._logged:
+                self._logged.add(name)
+                reason = f"{name}: is not available; the answer is drawn without it"
+                log("option_ignored", level="warning", reason=reason)
 
     async def _shortened(self, body: OllamaChatBody, parsed: ParsedRequest) -> ParsedRequest:
         """Without the oldest turns, if they do not fit; Ollama's default."""
@@ -216,6 +247,8 @@ class OllamaDialect:
         """`parsed` is the request as a chat where it is one, `prompted` the one that runs."""
         planned = planned_answer(self.service, prompted.request, exchange)
         self._check(body, planned)
+        self._keep(body.keep_alive, planned.plan.specialist, exchange)
+        self._note_ignored(body.options)
         syntax = await self._syntax(parsed, planned)
         shape = OllamaShape(
             parsed.request.id,
@@ -235,8 +268,7 @@ class OllamaDialect:
 
     def _check(self, body: OllamaFields, planned: PlannedAnswer) -> None:
         """What depends on the model."""
-        specialist, tokenizer = planned.plan.specialist, planned.tokenizer
-        check_context(body.options, self.service.model(specialist).max_model_len, specialist)
+        tokenizer = planned.tokenizer
         if body.think and tokenizer is not None and tokenizer.reasoning is None:
             raise UnsupportedFeature(f'"{body.model}" does not support thinking', param="think")
 
@@ -244,13 +276,6 @@ class OllamaDialect:
         if not isinstance(parsed.request.prompt, Chat):
             return TEXT_ONLY
         return await answer_syntax_of(parsed, planned.tokenizer)
-
-
-def _is_zero(duration: float | str | None) -> bool:
-    """`0m` is as short as `0s`."""
-    if isinstance(duration, str):
-        return "0" in duration and not set("123456789") & set(duration)
-    return duration == 0
 
 
 def _sends_context(body: OllamaFields, planned: PlannedAnswer) -> bool:

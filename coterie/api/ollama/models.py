@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 TAG = ":latest"
 # what Ollama writes for a model that is never unloaded
 _NEVER = "2318-09-18T00:00:00Z"
+# more is for ever
+_MAX_KEEP_S = 100 * 365 * 86_400.0
 _PRECISIONS = {"fp32": "F32", "bf16": "BF16", "int8": "Q8", "int4": "Q4"}
 
 
@@ -87,25 +90,50 @@ def _form(served: ServedSpecialist) -> str:
     return "" if served.is_remote else "gguf" if is_gguf else "safetensors"
 
 
+class KeepAlives:
+    """Until when each tenant's last request wants a model kept. It is only shown to that tenant:
+    the operator decides what is loaded."""
+
+    def __init__(self) -> None:
+        # (tenant, specialist or encoder) -> seconds since 1970
+        self._until: dict[tuple[str, str], float] = {}
+
+    def note(self, tenant: str, specialist: str, seconds: float | None) -> None:
+        """`seconds`: None = not given, below 0 = for ever; both are what happens here."""
+        self._until.pop((tenant, specialist), None)
+        if seconds is not None and 0 < seconds <= _MAX_KEEP_S:
+            self._until[tenant, specialist] = time.time() + seconds
+
+    def expires_at(self, tenant: str, specialist: str) -> str:
+        """A moment that has passed is shown no more: the model is still there."""
+        until = self._until.get((tenant, specialist), 0.0)
+        return _moment(until) if until > time.time() else _NEVER
+
+
 def list_fields(pipeline: Pipeline, tenant: str) -> dict[str, Any]:
     """/api/tags."""
     return {"models": [_listed(pipeline, card) for card in pipeline.models(tenant)]}
 
 
-def running_fields(pipeline: Pipeline, tenant: str) -> dict[str, Any]:
+def running_fields(pipeline: Pipeline, tenant: str, kept: KeepAlives) -> dict[str, Any]:
     """/api/ps: every model is in memory. Those on other servers are in none of this machine's."""
     here = {*pipeline.fleet.served, *pipeline.encoders.served}
     cards = [card for card in pipeline.models(tenant) if card.name in here]
-    return {"models": [_running(card, _listed_model(pipeline, card)) for card in cards]}
+    return {
+        "models": [
+            _running(card, _listed_model(pipeline, card), kept.expires_at(tenant, card.name))
+            for card in cards
+        ]
+    }
 
 
-def _running(card: ModelCard, model: OllamaModel) -> dict[str, Any]:
+def _running(card: ModelCard, model: OllamaModel, expires_at: str) -> dict[str, Any]:
     size = model.weight_bytes + model.kv_bytes
     return _named(card) | {
         "size": size,
         "digest": _digest(card, model),
         "details": _details(card, model),
-        "expires_at": _NEVER,
+        "expires_at": expires_at,
         "size_vram": size if model.device.startswith("cuda") else 0,
         "context_length": card.max_model_len,
     }
@@ -180,5 +208,5 @@ def _capabilities(tokenizer: Tokenizer | None) -> list[str]:
     return found
 
 
-def _moment(seconds: int) -> str:
+def _moment(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"

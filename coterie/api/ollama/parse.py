@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from coterie.api.body_fields import adapter_hints, positive_top_p, refuse_misplaced_fields
 from coterie.api.dialect import CallerInfo, ParsedRequest, user_id_of
 from coterie.api.ollama.types import (
+    IGNORED_OPTIONS,
+    LOADING_OPTIONS,
     OllamaCall,
     OllamaChatBody,
     OllamaFields,
@@ -33,6 +36,7 @@ from coterie.core.request import (
     Text,
     ToolCall,
 )
+from coterie.core.sampling import SAMPLING_FIELDS
 from coterie.core.value_check import is_deeper
 from coterie.models.text.tool_format import MAX_DEPTH
 
@@ -51,7 +55,7 @@ _MISPLACED = {
 } | {
     name: f"belongs into options: options.{name}"
     for name in OllamaOptions.model_fields
-    if name not in OllamaFields.model_fields
+    if name not in {*OllamaFields.model_fields, *LOADING_OPTIONS, *IGNORED_OPTIONS}
 }
 _MISPLACED_IN_CHAT = _MISPLACED | {
     name: "is a field of /api/generate"
@@ -61,16 +65,7 @@ _MISPLACED_IN_CHAT = _MISPLACED | {
 _MISPLACED_IN_GENERATE = _MISPLACED | dict.fromkeys(
     ("messages", "tools"), "is a field of /api/chat"
 )
-_MISPLACED_OPTIONS = {
-    "max_tokens": "use num_predict",
-    "n_predict": "use num_predict",
-    "max_completion_tokens": "use num_predict",
-    "repetition_penalty": "use repeat_penalty",
-    "format": "is a field of the body, not of options",
-    "response_format": "use format, a field of the body",
-    "json_schema": "use format, a field of the body",
-    "grammar": "use format, a field of the body",
-}
+_MOST_COUNTED = int(SAMPLING_FIELDS["penalty_window"].high)
 _NO_OPTIONS = OllamaOptions.model_validate({})
 
 
@@ -113,7 +108,6 @@ def _parsed(
         text = "_debug_render_only: use /apply-template"
         raise UnsupportedFeature(text, param="_debug_render_only")
     options = body.options or _NO_OPTIONS
-    _refuse_options(options)
     request = InferenceRequest(
         id=id_,
         prompt=prompt,
@@ -146,39 +140,23 @@ def _refuse_generate(body: OllamaGenerateBody) -> None:
                 raise InvalidRequest(f"{name}: not together with suffix", param=name)
 
 
-def _refuse_options(options: OllamaOptions) -> None:
-    refuse_misplaced_fields(options.model_extra, _MISPLACED_OPTIONS)
-    is_penalised = options.repeat_penalty not in (None, 1) or any(
-        (options.presence_penalty, options.frequency_penalty)
-    )
-    if is_penalised and options.repeat_last_n not in (None, -1, 0):
-        raise UnsupportedFeature(
-            "options.repeat_last_n: penalties count the whole context here; give -1",
-            param="options.repeat_last_n",
-        )
-    if is_penalised and options.penalize_newline is False:
-        raise UnsupportedFeature(
-            "options.penalize_newline: penalties count every token here",
-            param="options.penalize_newline",
-        )
-
-
 def _sampling(body: OllamaFields, options: OllamaOptions) -> Sampling:
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
-    # no token is penalised if none of the last ones counts
-    is_off = options.repeat_last_n == 0
+    # no token is penalised if none of the last ones counts, not by the model's own penalty either
+    is_off, last = options.repeat_last_n == 0, options.repeat_last_n or -1
     return Sampling(
         temperature=options.temperature,
         top_p=positive_top_p(options.top_p),
         top_k=None if options.top_k is None else max(options.top_k, 0),
         min_p=options.min_p,
         typical_p=options.typical_p,
-        repetition_penalty=None if is_off else options.repeat_penalty,
+        repetition_penalty=1.0 if is_off else options.repeat_penalty,
         presence_penalty=None if is_off else options.presence_penalty,
         frequency_penalty=None if is_off else options.frequency_penalty,
         seed=None if options.seed is None or options.seed < 0 else options.seed,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        penalty_window=None if last < 0 else min(last, _MOST_COUNTED),
     )
 
 
@@ -194,13 +172,27 @@ def _limits(body: OllamaFields, options: OllamaOptions, caller: CallerInfo) -> L
     )
 
 
-def check_context(options: OllamaOptions | None, context: int, model: str) -> None:
-    """Refuse a context that is larger than the model's."""
-    if options is not None and (options.num_ctx or 0) > context:
-        raise InvalidRequest(
-            f"options.num_ctx: the context of {model} has {context} tokens here",
-            param="options.num_ctx",
-        )
+def ignored_options(options: OllamaOptions | None) -> list[str]:
+    """The given options that would change the answer in Ollama and do not here."""
+    given = () if options is None else options.model_fields_set & IGNORED_OPTIONS
+    return sorted(name for name in given if getattr(options, name) is not None)
+
+
+def keep_alive_s(given: float | str) -> float:
+    """Seconds; below 0 = for ever."""
+    if not isinstance(given, str):
+        return given
+    sign = -1 if given.startswith("-") else 1
+    return sign * sum(
+        float(number) * _UNITS.get(unit, 1.0) for number, unit in _PARTS.findall(given)
+    )
+
+
+_PARTS = re.compile(r"(\d+\.?\d*|\.\d+)([^\d.+-]*)")
+_UNITS = {
+    "ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0,
+    "h": 3600.0,
+}  # fmt: skip
 
 
 def _format(given: str | dict[str, Any] | None) -> ResponseFormat | None:

@@ -79,9 +79,9 @@ def now() -> str:
     return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
 
 
-def loaded(shape: OllamaShape) -> bytes:
-    """The answer to a request without a prompt, by which clients load a model."""
-    return encode(shape.head() | shape.body("") | {"done": True, "done_reason": "load"})
+def loaded(shape: OllamaShape, reason: str) -> bytes:
+    """The answer to a request without a prompt, by which clients load and unload a model."""
+    return encode(shape.head() | shape.body("") | {"done": True, "done_reason": reason})
 
 
 def end_fields(reason: str, usage: Usage, timings: Timings) -> dict[str, Any]:

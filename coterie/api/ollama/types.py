@@ -5,9 +5,10 @@ Only types and ranges; `parse.py` gives the fields their meaning.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from coterie.api.body import RequestBody
 from coterie.api.body_fields import Experts, Intent, sampling_field, top_p_from_zero
@@ -22,8 +23,9 @@ from coterie.api.openai.types import (
 )
 from coterie.api.tools.base import MAX_TOOLS
 
-# a duration as Go writes it
-_DURATION = r"^-?(\d+(\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)?((\d+(\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h))*$"
+# a duration as Go writes it; a number without a unit is seconds
+_NUMBER, _UNIT = r"(\d+(\.\d*)?|\.\d+)", r"(ns|us|\u00b5s|\u03bcs|ms|s|m|h)"
+_DURATION = rf"^[+-]?{_NUMBER}{_UNIT}?({_NUMBER}{_UNIT})*$"
 _INT64 = 2**63 - 1
 
 ModelName = Annotated[str, Field(min_length=1, max_length=512)]
@@ -32,13 +34,19 @@ ThinkLevel = Literal["low", "medium", "high", "max"]
 Image = Annotated[str, Field(max_length=2**26)]
 
 
-class OllamaOptions(RequestBody):
-    """Options of the model. Those that say how to load it are ignored: it is loaded already."""
+def _cut_fraction(value: Any) -> Any:
+    """Ollama reads a whole number from any number."""
+    return int(value) if isinstance(value, float) and math.isfinite(value) else value
 
-    model_config = ConfigDict(extra="allow")
+
+_Whole = Annotated[int, BeforeValidator(_cut_fraction)]
+
+
+class OllamaOptions(RequestBody):
+    """Options of the model. Other names are ignored, as by Ollama."""
 
     temperature: float | None = sampling_field("temperature")
-    top_k: int | None = sampling_field("top_k")
+    top_k: _Whole | None = sampling_field("top_k")
     top_p: float | None = top_p_from_zero()
     min_p: float | None = sampling_field("min_p")
     typical_p: float | None = sampling_field("typical_p")
@@ -46,15 +54,35 @@ class OllamaOptions(RequestBody):
     presence_penalty: float | None = sampling_field("presence_penalty")
     frequency_penalty: float | None = sampling_field("frequency_penalty")
     # below 0 = a random one
-    seed: int | None = sampling_field("seed")
+    seed: _Whole | None = sampling_field("seed")
     # -1 = no limit, -2 = until the context is full
-    num_predict: int | None = Field(None, ge=-2, le=_INT64)
-    # 0 = as much as the model has
-    num_ctx: int | None = Field(None, ge=0, le=_INT64)
+    num_predict: _Whole | None = Field(None, ge=-2, le=_INT64)
+    # 0, and more than the model has, = as much as it has
+    num_ctx: _Whole | None = Field(None, ge=0, le=_INT64)
     stop: StopString | StopStrings | None = None
-    # -1 = the whole context, as here; 0 = no penalty
-    repeat_last_n: int | None = Field(None, ge=-1, le=_INT64)
-    penalize_newline: bool | None = None
+    # the tokens that penalties count: -1 = the whole context, which is the default here; 0 = none
+    repeat_last_n: _Whole | None = Field(None, ge=-1, le=_INT64)
+    # how to load a model: it is loaded already
+    num_keep: _Whole | None = None
+    num_batch: _Whole | None = None
+    num_gpu: _Whole | None = None
+    main_gpu: _Whole | None = None
+    num_thread: _Whole | None = None
+    use_mmap: bool | None = None
+    # of Ollama's older releases; they would change the answer, so the log says that they do not
+    mirostat: Any = None
+    mirostat_tau: Any = None
+    mirostat_eta: Any = None
+    tfs_z: Any = None
+    penalize_newline: Any = None
+
+
+LOADING_OPTIONS = frozenset(
+    {"num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap"}
+)
+IGNORED_OPTIONS = frozenset(
+    {"mirostat", "mirostat_tau", "mirostat_eta", "tfs_z", "penalize_newline"}
+)
 
 
 class CalledOllamaFunction(RequestBody):
@@ -91,7 +119,7 @@ class OllamaFields(RequestBody):
     # "" = free, "json", or a schema
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: OllamaOptions | None = None
-    # how long the model stays loaded; here it always does
+    # how long the model stays loaded: shown by /api/ps; here it always does
     keep_alive: KeepAlive | None = None
     think: bool | ThinkLevel | None = None
     logprobs: bool | None = None
@@ -147,7 +175,7 @@ class OllamaEmbedBody(RequestBody):
     dimensions: int | None = Field(None, ge=1, le=INT64)
     # no option changes an embedding
     options: dict[str, Any] | None = None
-    keep_alive: Any = None
+    keep_alive: KeepAlive | None = None
 
 
 class OllamaOldEmbedBody(RequestBody):
@@ -156,4 +184,4 @@ class OllamaOldEmbedBody(RequestBody):
     model: ModelName
     prompt: str
     options: dict[str, Any] | None = None
-    keep_alive: Any = None
+    keep_alive: KeepAlive | None = None
