@@ -78,6 +78,7 @@ from coterie.api.ollama import answers as ollama_answers
 from coterie.api.ollama.endpoints import OllamaDialect
 from coterie.api.ollama.types import (
     OllamaChatBody,
+    OllamaCreateBody,
     OllamaEmbedBody,
     OllamaGenerateBody,
     OllamaOldEmbedBody,
@@ -300,6 +301,7 @@ def _ollama_routes(ends: OllamaDialect) -> Sequence[RouteRow]:
     version = RouteReplies((answers.OllamaVersion,), (401, 500))
     embedded = RouteReplies((answers.OllamaEmbedAnswer,), _OPENAI)
     old_embedded = RouteReplies((answers.OllamaOldEmbedAnswer,), _OPENAI)
+    refused = RouteReplies(refusals=(400, 401, 500))
     return (
         RouteRow(
             _POST, "/api/chat", ends.ollama_chat, "ollama", chat, OllamaChatBody,
@@ -317,6 +319,11 @@ def _ollama_routes(ends: OllamaDialect) -> Sequence[RouteRow]:
         RouteRow(
             _POST, "/api/embeddings", ends.ollama_embeddings, "ollama", old_embedded,
             OllamaOldEmbedBody, documented=False,
+        ),
+        RouteRow(_POST, "/api/push", ends.ollama_push, "ollama", refused, documented=False),
+        RouteRow(
+            _POST, "/api/create", ends.ollama_create, "ollama", refused, OllamaCreateBody,
+            documented=False,
         ),
     )  # fmt: skip
 

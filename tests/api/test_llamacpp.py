@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
 
 from coterie.models.text.fill import GapText, fill_marks, fill_prompt
 from coterie.models.text.tokenizer import load_tokenizer
-from tests.helpers.models.tiny import tiny_checkpoint
+from tests.helpers.models.filling import filling_checkpoint
 from tests.helpers.serving.server_process import Served, chat, frames
 
 ASK: dict[str, Any] = {"prompt": "The quick", "n_predict": 8, "temperature": 0}
-MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>"]
-
-
-def filling_checkpoint(path: Path) -> Path:
-    """The tiny model with the tokens that fill gaps, in place of unused ones at the end."""
-    shutil.copytree(tiny_checkpoint("llama"), path)
-    file = path / "tokenizer.json"
-    facts = json.loads(file.read_text())
-    vocab = facts["model"]["vocab"]
-    last = sorted(vocab, key=vocab.__getitem__)[-len(MARKS) :]
-    ids = {vocab.pop(token): mark for token, mark in zip(last, MARKS, strict=True)}
-    facts["model"]["merges"] = [
-        pair for pair in facts["model"]["merges"] if "".join(pair) not in last
-    ]
-    for number, mark in ids.items():
-        vocab[mark] = number
-    file.write_text(json.dumps(facts))
-    tokenizer = Tokenizer.from_file(str(file))
-    tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
-    tokenizer.save(str(file))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -204,4 +180,4 @@ def test_gaps_are_filled(filler: Served) -> None:
     theirs = filler.post("/api/generate", body | {"options": options}).json
     ids = list(fill_prompt(tokenizer, GapText("def add(", "return"), 1024, "suffix"))
     plain = filler.post("/completion", ASK | {"prompt": ids}).json
-    assert theirs["response"] == plain["content"] and "context" not in theirs
+    assert theirs["response"] == plain["content"] and theirs["context"][: len(ids)] == ids

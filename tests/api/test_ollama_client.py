@@ -403,7 +403,15 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("/api/show", {}, 400, "model: is required"),
     ("/api/show", {"model": "nobody"}, 404, "not found"),
     ("/api/embed", {"model": "tiny", "input": "x"}, 400, "no encoder"),
+    (GENERATE, {"model": "tiny", "prompt": "x", "images": ["aGk="]}, 400, "images"),
+    (GENERATE, {"model": "tiny", "prompt": "x", "width": 64}, 400, "width"),
+    ("/api/push", {"model": "tiny"}, 400, "publish"),
+    ("/api/create", {"model": "new", "from": "tiny"}, 400, "settings"),
+    ("/api/create", {"model": "new", "from": "tiny", "quantize": "q4_K_M"}, 400, "quantize"),
+    ("/api/create", {"name": "new", "quantization": "q4_0"}, 400, "stored bits"),
     ("/api/pull", {"model": "tiny"}, 404, "no route"),
+    ("/api/copy", {"source": "tiny", "destination": "new"}, 404, "no route"),
+    ("/api/tags", {}, 405, "takes GET"),
 ]
 
 

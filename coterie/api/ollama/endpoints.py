@@ -37,6 +37,7 @@ from coterie.api.ollama.parse import ignored_options, keep_alive_s, parse_chat, 
 from coterie.api.ollama.render import OllamaShape, OllamaStream
 from coterie.api.ollama.types import (
     OllamaChatBody,
+    OllamaCreateBody,
     OllamaEmbedBody,
     OllamaFields,
     OllamaGenerateBody,
@@ -117,6 +118,23 @@ class OllamaDialect:
     async def ollama_version(self, request: Request) -> Response:
         """The release of Ollama whose API this is."""
         return _json({"version": OLLAMA_VERSION, "coterie": __version__})
+
+    async def ollama_push(self, request: Request) -> Response:
+        """Refused: this server publishes nothing."""
+        raise UnsupportedFeature("push: this server does not publish models")
+
+    async def ollama_create(self, request: Request) -> Response:
+        """Refused: models are made outside of this server."""
+        body = await parse(request, OllamaCreateBody, self.max_body_bytes)
+        if body.quantize or body.quantization:
+            raise UnsupportedFeature(
+                "quantize: weights stay in their stored bits; serve a file of the type that you "
+                "want, or start the server with --dtype int8 or int4",
+                param="quantize",
+            )
+        raise UnsupportedFeature(
+            "create: models are not made over HTTP; name a model's file in the server's settings"
+        )
 
     async def ollama_embed(self, request: Request) -> Response:
         """Embed texts: one vector each."""
@@ -279,7 +297,7 @@ class OllamaDialect:
 
 
 def _sends_context(body: OllamaFields, planned: PlannedAnswer) -> bool:
-    if not isinstance(body, OllamaGenerateBody) or body.raw or body.suffix:
+    if not isinstance(body, OllamaGenerateBody) or body.raw:
         return False
     return planned.tokenizer is not None
 

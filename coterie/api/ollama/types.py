@@ -68,6 +68,7 @@ class OllamaOptions(RequestBody):
     num_gpu: _Whole | None = None
     main_gpu: _Whole | None = None
     num_thread: _Whole | None = None
+    draft_num_predict: _Whole | None = None
     use_mmap: bool | None = None
     # of Ollama's older releases; they would change the answer, so the log says that they do not
     mirostat: Any = None
@@ -78,7 +79,7 @@ class OllamaOptions(RequestBody):
 
 
 LOADING_OPTIONS = frozenset(
-    {"num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap"}
+    {"num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "draft_num_predict"}
 )
 IGNORED_OPTIONS = frozenset(
     {"mirostat", "mirostat_tau", "mirostat_eta", "tfs_z", "penalize_newline"}
@@ -165,6 +166,14 @@ class OllamaShowBody(RequestBody):
     model: ModelName | None = None
     name: ModelName | None = None
     verbose: bool | None = None
+
+
+class OllamaCreateBody(RequestBody):
+    """The part by which a refusal says why."""
+
+    quantize: str | None = None
+    # the older word
+    quantization: str | None = None
 
 
 class OllamaEmbedBody(RequestBody):
