@@ -122,12 +122,27 @@ def test_ollamas_package(encoders: Encoders) -> None:
         _ollama_embeds(encoders, theirs)
         _ollama_lists(theirs)
     refused: list[dict[str, Any]] = [
-        {"input": "the " * 500, "truncate": False}, {"input": []}, {"input": [1]},
+        {"input": "the " * 500, "truncate": False}, {"input": [1]}, {"input": {}},
         {"input": "a", "model": "tiny:latest"}, {"input": "a", "dimensions": 49},
     ]  # fmt: skip
     for fields in refused:
         reply = encoders.served.post("/api/embed", {"model": "tiny-bert", **fields}, **headers)
         assert reply.status == 400 and isinstance(reply.json["error"], str), reply.body
+    # without a text a model is only loaded; an empty text in a list is one
+    nothing: list[dict[str, Any]] = [{}, {"input": ""}, {"input": []}, {"keep_alive": 0}]
+    for empty in nothing:
+        reply = encoders.served.post("/api/embed", {"model": "tiny-bert", **empty}, **headers)
+        assert reply.status == 200, reply.body
+        assert (reply.json["model"], reply.json["embeddings"]) == ("tiny-bert", [])
+    reply = encoders.served.post("/api/embed", {"model": "tiny-bert", "input": [""]}, **headers)
+    assert len(reply.json["embeddings"]) == 1
+    wanted = {"model": "static", "keep_alive": "5m"}
+    assert encoders.served.post("/api/embeddings", wanted, **headers).json == {"embedding": []}
+    running = encoders.served.get("/api/ps", **headers).json["models"]
+    until = {item["name"]: item["expires_at"] for item in running}
+    assert until["static:latest"] < "2300" < until["tiny-bert:latest"]
+    nobody = encoders.served.post("/api/embed", {"model": "nobody"}, **headers)
+    assert nobody.status == 404
     many = {"model": "static", "input": fresh_texts(200)}
     reply = encoders.served.post("/api/embed", many, **headers)
     assert np.asarray(reply.json["embeddings"]).shape == (200, 64)

@@ -139,6 +139,9 @@ class OllamaDialect:
     async def ollama_embed(self, request: Request) -> Response:
         """Embed texts: one vector each."""
         body = await parse(request, OllamaEmbedBody, self.max_body_bytes)
+        if not body.input:
+            self._load(body, request)
+            return _json({"model": body.model, "embeddings": []} | render.embed_figures(0, 0))
         cut = body.truncate is not False
         wanted = self._embedding(request, body.model, body.input, cut, body.dimensions)
         began = time.perf_counter_ns()
@@ -155,6 +158,9 @@ class OllamaDialect:
     async def ollama_embeddings(self, request: Request) -> Response:
         """Embed one text; Ollama's older form."""
         body = await parse(request, OllamaOldEmbedBody, self.max_body_bytes)
+        if not body.prompt:
+            self._load(body, request)
+            return _json({"embedding": []})
         wanted = self._embedding(request, body.model, body.prompt, True)
         served, answer = await self._encoders.encoded(request, wanted)
         self._keep(body.keep_alive, served.name, exchange_of(request.scope))
@@ -189,9 +195,16 @@ class OllamaDialect:
         answer = render.loaded(shape, "unload" if is_unload else "load")
         return Response(answer, media_type=JSON)
 
+    def _load(self, body: OllamaEmbedBody | OllamaOldEmbedBody, request: Request) -> None:
+        """The same for a request without a text to embed."""
+        exchange = exchange_of(request.scope)
+        name = self._known(body.model, exchange)
+        self.service.model(name, exchange.tenant)
+        self._keep(body.keep_alive, self._specialist(name, exchange), exchange)
+
     def _specialist(self, name: str, exchange: Exchange) -> str:
         encoder = self.service.encoder_name(name)
-        if encoder is not None and encoder in self.service.encoders.served:
+        if encoder is not None and encoder in self.service.encoders.names():
             return encoder
         return self.service.resolve(RouteHints(name), tenant=exchange.tenant)
 

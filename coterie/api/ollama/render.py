@@ -238,6 +238,9 @@ def embeddings(model: str, vectors: NDArray[np.float32], spent_ns: int, num_toke
     """The answer of /api/embed. Rows are written one by one, so that a thread that writes a large
     answer never holds the interpreter for long."""
     rows = b",".join([encode(row.tolist()) for row in vectors])
-    figures = {"total_duration": spent_ns, "load_duration": 0, "prompt_eval_count": num_tokens}
-    tail = encode(figures)[1:]
+    tail = encode(embed_figures(spent_ns, num_tokens))[1:]
     return encode({"model": model})[:-1] + b',"embeddings":[' + rows + b"]," + tail
+
+
+def embed_figures(spent_ns: int, num_tokens: int) -> dict[str, Any]:
+    return {"total_duration": spent_ns, "load_duration": 0, "prompt_eval_count": num_tokens}

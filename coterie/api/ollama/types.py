@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from coterie.api.body import RequestBody
 from coterie.api.body_fields import Experts, Intent, sampling_field, top_p_from_zero
-from coterie.api.embeddings.types import INT64, Texts
+from coterie.api.embeddings.types import INT64
 from coterie.api.openai.types import (
     MAX_MESSAGES,
     StopString,
@@ -178,7 +178,8 @@ class OllamaCreateBody(RequestBody):
 
 class OllamaEmbedBody(RequestBody):
     model: ModelName
-    input: str | Texts
+    # without any text nothing is embedded: clients load a model this way
+    input: str | list[str] | None = None
     # whether inputs that are too long are cut
     truncate: bool | None = None
     dimensions: int | None = Field(None, ge=1, le=INT64)
@@ -191,6 +192,6 @@ class OllamaOldEmbedBody(RequestBody):
     """Of the older /api/embeddings: one text, which is cut if it is too long."""
 
     model: ModelName
-    prompt: str
+    prompt: str = ""
     options: dict[str, Any] | None = None
     keep_alive: KeepAlive | None = None
