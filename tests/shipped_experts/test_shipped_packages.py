@@ -1,4 +1,4 @@
-"""What lies in experts/ is small, signed by Coterie's own key, and better than its base."""
+"""What comes with Coterie is small, signed by its own key, and better than its base."""
 
 from __future__ import annotations
 
