@@ -53,6 +53,7 @@ with suppress(ImportError):
 
 # files of few tests that take long: begun first, so that no process is left with one at the end
 LONG_FILES = {
+    "test_chat_page.py",
     "test_dashboard_page.py",
     "test_busy_start.py",
     "test_commands.py",

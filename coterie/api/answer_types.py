@@ -379,7 +379,7 @@ class ReadinessAnswer(BaseModel):
 
 
 class AboutAnswer(BaseModel):
-    """What this server is. A client that accepts HTML gets a page."""
+    """What this server is. A client that accepts HTML gets the chat page."""
 
     name: str
     version: str

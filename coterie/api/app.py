@@ -43,11 +43,12 @@ from coterie.api.door import (
 )
 from coterie.api.embeddings.endpoints import EmbeddingEndpoints
 from coterie.api.llamacpp.endpoints import LlamaDialect
-from coterie.api.native.dashboard import DashboardEndpoints, read_page
+from coterie.api.native.dashboard import DashboardEndpoints
 from coterie.api.native.feedback import FeedbackEndpoints
 from coterie.api.native.infer import InferEndpoints
 from coterie.api.native.infer_body import InferBodyReader
 from coterie.api.native.jobs import JobEndpoints
+from coterie.api.native.page_files import CHAT_PAGE, DASHBOARD, ChatPageEndpoints, PageFiles
 from coterie.api.native.receipts import ReceiptEndpoints
 from coterie.api.native.server import NativeEndpoints
 from coterie.api.ollama.endpoints import OllamaDialect
@@ -130,10 +131,10 @@ def create_app(
     )
     seconds = pipeline.registry.histogram("coterie_reception_seconds")
     body_reader = InferBodyReader(UserRate(server.user_rate), seconds)
-    page = DashboardEndpoints(pipeline.dashboard, keys, read_page())
+    dashboard = DashboardEndpoints(pipeline.dashboard, keys, PageFiles(DASHBOARD))
     origins = OriginCheck(server, keys.callers is not None)
     native = NativeEndpoints(pipeline, server.max_body_bytes, keys, origins)
-    ends = _endpoints(pipeline, body_reader, server, reloader, native, page)
+    ends = _endpoints(pipeline, body_reader, server, reloader, native, dashboard)
     rows = routes(ends)
     add_routes(app, rows)
     pipeline.responses.connect(ends.responses.kept.settle)
@@ -187,7 +188,7 @@ def _endpoints(
     server: ServerSettings,
     reloader: SettingsReloader,
     native: NativeEndpoints,
-    page: DashboardEndpoints,
+    dashboard: DashboardEndpoints,
 ) -> EndpointSet:
     limit = server.max_body_bytes
     return EndpointSet(
@@ -208,7 +209,8 @@ def _endpoints(
         FileEndpoints(pipeline.batches.files),
         BatchEndpoints(pipeline.batches, limit),
         MessageBatchEndpoints(pipeline.batches, limit),
-        page,
+        dashboard,
+        ChatPageEndpoints(PageFiles(CHAT_PAGE), native.about),
     )
 
 

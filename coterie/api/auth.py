@@ -22,8 +22,9 @@ from coterie.core.request import MAX_PRIORITY, OPEN_TENANT, KeyRights
 # tenant has this name
 ADMIN_TENANT = "*admin*"
 RECEIPTS = "/v1/receipts"
-# the files of a page that hold nothing of anybody, and the stream that fills it
-PAGE, PAGE_EVENTS = "/dashboard", "/v1/dashboard/events"
+# static files of the pages: public, contain no tenant data; and the stream of the dashboard
+_PAGES = ("/dashboard", "/chat")
+PAGE_EVENTS = "/v1/dashboard/events"
 # what admins may read with their own key: figures of the server, and what depends on the tenant
 _FOR_BOTH = frozenset({PAGE_EVENTS, RECEIPTS, "/metrics", "/v1/slo", "/load", "/version"})
 # rights that may follow a key on its line: name -> (lowest, highest value)
@@ -126,7 +127,7 @@ class AccessKeys:
     admins: KeyRing | None = None
 
     def tenant(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        if path == PAGE or path.startswith(PAGE + "/"):
+        if _is_page(path, headers):
             return OPEN_TENANT
         for_both = path in _FOR_BOTH or path.startswith(RECEIPTS + "/")
         if for_both and self.admins is not None and self.admins.holds(headers):
@@ -220,6 +221,17 @@ def exposed_key_files(server: ServerSettings) -> list[Path]:
 
 def is_admin_path(path: str) -> bool:
     return path in _ADMIN_PATHS or path.startswith(_ADMIN_PREFIXES)
+
+
+def accepts_html(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether a browser asks: `/` is a page for it, and JSON for programs."""
+    return any(name == b"accept" and b"text/html" in value.lower() for name, value in headers)
+
+
+def _is_page(path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    if path == "/":
+        return accepts_html(headers)
+    return any(path == page or path.startswith(page + "/") for page in _PAGES)
 
 
 def _key_in(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:

@@ -69,6 +69,7 @@ from coterie.api.native.feedback import FeedbackBody, FeedbackEndpoints, Inferen
 from coterie.api.native.infer import InferEndpoints
 from coterie.api.native.infer_body import InferBody
 from coterie.api.native.jobs import DeletedJob, JobEndpoints, JobList, JobParameters, JobView
+from coterie.api.native.page_files import ChatPageEndpoints
 from coterie.api.native.receipts import ReceiptEndpoints, ReceiptParameters
 from coterie.api.native.server import (
     ModelQuery,
@@ -154,6 +155,7 @@ class EndpointSet:
     batches: BatchEndpoints
     message_batches: MessageBatchEndpoints
     dashboard: DashboardEndpoints
+    chat_page: ChatPageEndpoints
 
 
 def routes(ends: EndpointSet) -> Sequence[RouteRow]:
@@ -173,6 +175,7 @@ def routes(ends: EndpointSet) -> Sequence[RouteRow]:
         *_ensemble_routes(ends.ensemble),
         *_config_routes(ends.config),
         *_dashboard_routes(ends.dashboard),
+        *_chat_page_routes(ends.chat_page),
     )
 
 
@@ -415,9 +418,7 @@ def _native_routes(native: NativeEndpoints) -> Sequence[RouteRow]:
     ping = RouteReplies(also={503: None})
     metrics = RouteReplies(refusals=(401, 403, 500), media_type=_PLAIN)
     version = RouteReplies((answers.VersionAnswer,), (401, 500))
-    about = RouteReplies((answers.AboutAnswer,), (401, 500))
     return (
-        RouteRow(_PROBE, "/", native.root, "native", about),
         RouteRow(_POST, "/tokenize", native.tokenize, "native", tokens, TokenizeBody),
         RouteRow(_POST, "/detokenize", native.detokenize, "native", text, DetokenizeBody),
         RouteRow(
@@ -521,6 +522,15 @@ def _dashboard_routes(ends: DashboardEndpoints) -> Sequence[RouteRow]:
     )  # fmt: skip
 
 
+def _chat_page_routes(ends: ChatPageEndpoints) -> Sequence[RouteRow]:
+    root = RouteReplies((native_answers.AboutAnswer,), (401, 500), media_type="text/html")
+    file = RouteReplies(refusals=(403, 404, 421, 500), media_type=_PLAIN)
+    return (
+        RouteRow(_PROBE, "/", ends.root, "native", root),
+        RouteRow(_PROBE, "/chat/{file}", ends.chat_file, "native", file, documented=False),
+    )
+
+
 def add_routes(app: FastAPI, rows: Sequence[RouteRow]) -> None:
     for row in rows:
         for method in row.methods:
@@ -554,7 +564,8 @@ def described() -> Sequence[RouteRow]:
             FileEndpoints(_NOBODY),
             BatchEndpoints(_NOBODY, 0),
             MessageBatchEndpoints(_NOBODY, 0),
-            DashboardEndpoints(_NOBODY, _NOBODY, {}),
+            DashboardEndpoints(_NOBODY, _NOBODY, _NOBODY),
+            ChatPageEndpoints(_NOBODY, _NOBODY),
         )
     )
 

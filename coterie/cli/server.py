@@ -242,6 +242,7 @@ def _url(server: ServerSettings, listener: socket.socket) -> str:
 
 def banner(url: str, pipeline: Pipeline, asks_key: bool) -> str:
     pairs = [("Coterie", f"{__version__}, Python {sys.version.split()[0]}"), ("url", url)]
+    pairs += [("chat", f"{url}/"), ("dashboard", f"{url}/dashboard")]
     for engine in _engines(pipeline):
         pairs += _engine_rows(engine, pipeline)
     if installed := _installed(pipeline):

@@ -9,6 +9,7 @@ import { LiveStream } from "./stream.js";
 import { OperatorPanel, setUpControls } from "./controls.js";
 import { address, headersOf, keyOf, problemOf, setUpKeys } from "./keys.js";
 import { clock, count, rate } from "./format.js";
+import { setUpTheme } from "./theme.js";
 
 const panels = {
   specialists: new SpecialistPanel(),
@@ -181,26 +182,7 @@ const stream = new LiveStream(
   },
 );
 
-// theme: as the system has it, or as it was chosen here
-const THEMES = ["system", "light", "dark"];
-
-function setTheme(name) {
-  if (name === "system") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = name;
-  setText(byId("theme"), `Theme: ${name}`);
-  panels.residency.draw();
-}
-
-byId("theme").addEventListener("click", () => {
-  const now = document.documentElement.dataset.theme ?? "system";
-  const next = THEMES[(THEMES.indexOf(now) + 1) % THEMES.length];
-  localStorage.setItem("coterie.theme", next);
-  setTheme(next);
-});
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => panels.residency.draw());
-
-const chosen = localStorage.getItem("coterie.theme");
-setTheme(THEMES.includes(chosen) ? chosen : "system");
+setUpTheme(() => panels.residency.draw());
 setUpKeys(() => {
   if (!keyOf("api") && !keyOf("admin")) chat.clear();
   setLink("connecting", "");

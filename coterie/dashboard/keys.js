@@ -18,31 +18,33 @@ function keep(kind, value) {
   else sessionStorage.removeItem(NAMES[kind]);
 }
 
+// (kind, field) of the keys that this page asks for; the chat page has no use for an admin key.
+function fields() {
+  return Object.keys(NAMES).map((kind) => [kind, byId(`${kind}-key`)]).filter(([, field]) => field !== null);
+}
+
 export function openKeys() {
-  byId("api-key").value = keyOf("api");
-  byId("admin-key").value = keyOf("admin");
+  for (const [kind, field] of fields()) field.value = keyOf(kind);
   byId("keys-dialog").showModal();
 }
 
 export function setUpKeys(onChange) {
   const dialog = byId("keys-dialog");
-  const use = (api, admin) => {
-    keep("api", api);
-    keep("admin", admin);
+  const use = (valueOf) => {
+    for (const [kind, field] of fields()) keep(kind, valueOf(field));
     dialog.close();
     onChange();
   };
   byId("keys").addEventListener("click", openKeys);
   byId("notice-button").addEventListener("click", openKeys);
   byId("keys-cancel").addEventListener("click", () => dialog.close());
-  byId("keys-forget").addEventListener("click", () => use("", ""));
+  byId("keys-forget").addEventListener("click", () => use(() => ""));
   byId("keys-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    use(byId("api-key").value, byId("admin-key").value);
+    use((field) => field.value);
   });
   dialog.addEventListener("close", () => {
-    byId("api-key").value = "";
-    byId("admin-key").value = "";
+    for (const [, field] of fields()) field.value = "";
   });
 }
 

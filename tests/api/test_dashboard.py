@@ -1,4 +1,4 @@
-"""/dashboard and /v1/dashboard/events: the page's files, who sees what, and what looking costs."""
+"""The pages at / and /dashboard, and /v1/dashboard/events: files, who sees what, their cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from coterie.api.app import create_app
-from coterie.api.native.dashboard import FOLDER
+from coterie.api.native.page_files import CHAT_PAGE, DASHBOARD
 from coterie.core.config import load
 from coterie.core.errors import Overloaded
 from coterie.core.events import Delta, Started
@@ -117,7 +117,7 @@ def test_the_page_and_its_headers(server: Served) -> None:
         assert page.headers["x-content-type-options"] == "nosniff"
         for name in re.findall(r'(?:href|src)="dashboard/([^"]+)"', page.text):
             file = client.get(f"/dashboard/{name}")
-            assert file.status_code == 200 and file.content == (FOLDER / name).read_bytes()
+            assert file.status_code == 200 and file.content == (DASHBOARD / name).read_bytes()
             assert file.headers["content-security-policy"] == policy
         etag = page.headers["etag"]
         again = client.get("/dashboard", headers={"if-none-match": etag})
@@ -138,8 +138,37 @@ def test_the_page_and_its_headers(server: Served) -> None:
         assert wrong.status_code == 400 and "once" in wrong.json()["error"]["message"]
 
 
+def test_the_root_is_a_page_for_browsers_and_json_for_programs(server: Served) -> None:
+    browser = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    with httpx.Client(base_url=server.url) as client:
+        page = client.get("/", headers=browser)
+        assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+        assert page.content == (CHAT_PAGE / "index.html").read_bytes()
+        dashboard = client.get("/dashboard")
+        policy = page.headers["content-security-policy"]
+        assert policy == dashboard.headers["content-security-policy"]
+        for name in re.findall(r'(?:href|src)="((?:chat|dashboard)/[^"]+)"', page.text):
+            file = client.get(f"/{name}")
+            assert file.status_code == 200 and file.headers["content-security-policy"] == policy
+        for name in re.findall(r'(?:href|src)="chat/([^"]+)"', page.text):
+            assert client.get(f"/chat/{name}").content == (CHAT_PAGE / name).read_bytes()
+        again = client.get("/", headers=browser | {"if-none-match": page.headers["etag"]})
+        assert again.status_code == 304
+        assert client.head("/", headers=browser).headers["etag"] == page.headers["etag"]
+        for accept in ("*/*", "application/json", ""):
+            about = client.get("/", headers={"accept": accept})
+            assert about.json()["name"] == "Coterie"
+            # a cache must not give one the answer of the other
+            assert "accept" in about.headers["vary"].split(", ")
+        assert "accept" in page.headers["vary"].split(", ")
+        for path in ("nothing.js", "..%2fapi%2fapp.py", "%2e%2e"):
+            assert client.get(f"/chat/{path}").status_code == 404, path
+        foreign = client.get("/", headers=browser | {"host": "evil.example"})
+        assert foreign.status_code == 421
+
+
 def test_the_page_asks_nobody_else_and_inserts_no_markup() -> None:
-    for path in FOLDER.iterdir():
+    for path in (*DASHBOARD.iterdir(), *CHAT_PAGE.iterdir()):
         text = path.read_text()
         addresses = set(re.findall(r"https?://[\w./]+", text)) - {"http://www.w3.org/2000/svg"}
         assert not addresses, (path.name, addresses)
@@ -149,8 +178,9 @@ def test_the_page_asks_nobody_else_and_inserts_no_markup() -> None:
             assert "localStorage" not in text or "key" not in re.findall(
                 r"localStorage\.setItem\(([^,]+)", text
             )[0].replace("coterie", "")
-    page = (FOLDER / "index.html").read_text()
-    assert not re.findall(r"\sstyle=|\son\w+=|<style|<script(?![^>]*\ssrc=)", page)
+    for folder in (DASHBOARD, CHAT_PAGE):
+        page = (folder / "index.html").read_text()
+        assert not re.findall(r"\sstyle=|\son\w+=|<style|<script(?![^>]*\ssrc=)", page)
 
 
 def test_who_sees_what(home: Path) -> None:
@@ -161,6 +191,12 @@ def test_who_sees_what(home: Path) -> None:
             assert wrong.status_code == 401
             # the page itself holds nothing
             assert (await client.get("/dashboard")).status_code == 200
+            browser = {"accept": "text/html"}
+            assert (await client.get("/", headers=browser)).status_code == 200
+            assert (await client.get("/chat/app.js")).status_code == 200
+            # what programs get there names the server's version
+            assert (await client.get("/")).status_code == 401
+            assert (await client.get("/v1/models", headers=browser)).status_code == 401
             mine = "what only the first tenant may see"
             for key, content in ((FIRST, mine), (SECOND, "hello")):
                 body = chat(content, max_tokens=2)

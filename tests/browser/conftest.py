@@ -50,6 +50,8 @@ strategy = "lru"
 cache_capacity = 4
 host_budget = "0"
 """
+# how Chromium begins its own line about a status from 400 on, or a server that is not there
+LOGGED_REFUSAL = "Failed to load resource:"
 NewPage = Callable[..., Page]
 
 
@@ -74,14 +76,15 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def new_page(browser: Browser) -> Iterator[NewPage]:
-    """Makes pages of contexts of their own: `new_page(url, admin=True, width=320, ...)`. What a
-    page logs as an error, or asks of another server, fails the test."""
+    """Makes pages of contexts of their own: `new_page(served, width=320, path="/", ...)`. What a
+    page logs as an error, or asks of another server, fails the test; a refusal of the server that
+    the browser logs is no error of the page's."""
     contexts: list[BrowserContext] = []
     problems: list[str] = []
 
     def make(
         served: Served, *, key: str = "", admin: str = "", width: int = 1280, height: int = 900,
-        wait: bool = True, **options: Any,
+        wait: bool = True, path: str = "/dashboard", **options: Any,
     ) -> Page:  # fmt: skip
         context = browser.new_context(viewport={"width": width, "height": height}, **options)
         contexts.append(context)
@@ -92,6 +95,14 @@ def new_page(browser: Browser) -> Iterator[NewPage]:
                 page.add_init_script(stored)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on(
+            "console",
+            lambda said: (
+                problems.append(said.text)
+                if said.type == "error" and not said.text.startswith(LOGGED_REFUSAL)
+                else None
+            ),
+        )
+        page.on(
             "request",
             lambda request: (
                 None
@@ -99,8 +110,8 @@ def new_page(browser: Browser) -> Iterator[NewPage]:
                 else problems.append(request.url)
             ),
         )
-        page.goto(served.url + "/dashboard")
-        if wait:
+        page.goto(served.url + path)
+        if wait and path == "/dashboard":
             page.wait_for_selector("#specialists-body tbody tr")
         return page
 

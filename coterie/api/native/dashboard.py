@@ -1,16 +1,11 @@
 """The dashboard: its page, and the one stream that keeps it up to date.
 
-The page is a few files of the package, read once at start, that need no key: they hold nothing.
-What they show comes from `/v1/dashboard/events`, which asks for a key as other endpoints do.
+What the page shows comes from `/v1/dashboard/events`, which asks for a key as other endpoints do.
 """
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncGenerator
 
 from pydantic import Field
 from starlette.requests import Request
@@ -22,95 +17,32 @@ from coterie.api.auth import ADMIN_TENANT, AccessKeys
 from coterie.api.body import QueryParameters, query_of
 from coterie.api.door import exchange_of
 from coterie.api.errors import encode
+from coterie.api.native.page_files import PAGE_HEADERS, PageFiles
 from coterie.api.transport.sse import WhileConnected
-from coterie.core.errors import CoterieError, NotFound
+from coterie.core.errors import CoterieError
 from coterie.service.dashboard.feed import INTERVAL_S, DashboardFeed, DashboardListener
-
-FOLDER = Path(__file__).parents[2] / "dashboard"
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-# what the page may do: its own files, and questions to this server
-_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "connect-src 'self'",
-        "img-src 'self' data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
-)
-_HEADERS = {
-    "content-security-policy": _POLICY,
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    # always ask whether the file has changed: a new server may run under the same address
-    "cache-control": "no-cache",
-    "vary": "accept-encoding",
-}
 
 
 class EventsQuery(QueryParameters):
     once: bool = Field(False, description="One whole snapshot instead of a stream.")
 
 
-@dataclass(frozen=True, slots=True)
-class PageFile:
-    media_type: str
-    plain: bytes
-    packed: bytes
-    etag: str
-
-
-def read_page(folder: Path = FOLDER) -> dict[str, PageFile]:
-    """The files of the page by name."""
-    found: dict[str, PageFile] = {}
-    for path in sorted(folder.iterdir()):
-        media_type = _TYPES.get(path.suffix)
-        if media_type is not None:
-            data = path.read_bytes()
-            etag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
-            packed = gzip.compress(data, mtime=0)
-            found[path.name] = PageFile(media_type, data, packed, etag)
-    return found
-
-
 class DashboardEndpoints:
-    def __init__(self, feed: DashboardFeed, keys: AccessKeys, page: Mapping[str, PageFile]) -> None:
-        self.feed, self.keys, self.page = feed, keys, page
+    def __init__(self, feed: DashboardFeed, keys: AccessKeys, files: PageFiles) -> None:
+        self.feed, self.keys, self.files = feed, keys, files
 
     async def dashboard(self, request: Request) -> Response:
         """The dashboard, for a browser."""
-        return self._file("index.html", request)
+        return self.files.response("index.html", request)
 
     async def dashboard_folder(self, request: Request) -> Response:
         """The page's links are relative to the path without a slash."""
-        return Response(status_code=308, headers=_HEADERS | {"location": "../dashboard"})
+        headers = dict(PAGE_HEADERS) | {"location": "../dashboard"}
+        return Response(status_code=308, headers=headers)
 
     async def dashboard_file(self, request: Request) -> Response:
         """A file of the dashboard's page."""
-        return self._file(request.path_params["file"], request)
-
-    def _file(self, name: str, request: Request) -> Response:
-        file = self.page.get(name)
-        if file is None:
-            raise NotFound("the dashboard has no such file", param="file")
-        headers = _HEADERS | {"etag": file.etag}
-        if file.etag in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
-        if "gzip" in request.headers.get("accept-encoding", ""):
-            headers["content-encoding"] = "gzip"
-            return Response(file.packed, 200, headers, file.media_type)
-        return Response(file.plain, 200, headers, file.media_type)
+        return self.files.response(request.path_params["file"], request)
 
     async def dashboard_events(self, request: Request) -> Response:
         """Follow the state of the server: your own requests, or with an admin key those of all."""

@@ -48,7 +48,7 @@ class NativeEndpoints:
         self.keys, self.origins = keys, origins
         self.max_body_bytes = max_body_bytes
 
-    async def root(self, request: Request) -> Response:
+    async def about(self, request: Request) -> Response:
         """What this server is, and the paths of its main endpoints."""
         facts = {
             "name": "Coterie",
@@ -61,11 +61,9 @@ class NativeEndpoints:
             "models": "/v1/models",
             "dashboard": "/dashboard",
         }
-        if "text/html" not in request.headers.get("accept", ""):
-            return answer(facts)
-        rows = "".join(f"<dt>{name}<dd>{_shown(value)}" for name, value in facts.items())
-        page = f"<!doctype html><title>Coterie</title><h1>Coterie</h1><dl>{rows}</dl>"
-        return Response(page, media_type="text/html; charset=utf-8")
+        response = answer(facts)
+        response.headers["vary"] = "accept"
+        return response
 
     async def models(self, request: Request) -> Response:
         """List the models, in the format of the vendor whose client asks."""
@@ -224,11 +222,6 @@ def _page(cards: Sequence[ModelCard], query: ModelQuery) -> tuple[Sequence[Model
     end = names.index(query.before_id)
     begin = max(begin, end - query.limit)
     return cards[begin:end], begin > 0
-
-
-def _shown(value: object) -> str:
-    text = str(value)
-    return f'<a href="{text}">{text}</a>' if text.startswith("/") else text
 
 
 def _token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
