@@ -231,12 +231,17 @@ async function answer(conversation) {
   await end(conversation, message);
 }
 
+// It may have been deleted meanwhile, or not been begun.
+function saveIfKept(conversation) {
+  if (store.has(conversation)) store.save(conversation);
+}
+
 function heard(conversation, run, delta) {
   addPart(run.message, delta);
   run.heardAt = Date.now();
   if (run.heardAt - run.savedAt > SAVE_MS) {
     run.savedAt = run.heardAt;
-    store.save(conversation);
+    saveIfKept(conversation);
   }
   if (conversation !== shown || !run.isDrawn) return;
   // at most once for each picture of the screen
@@ -261,7 +266,7 @@ function fail(message, error, isStopped) {
 }
 
 async function end(conversation, message) {
-  if (store.get(conversation.id) === conversation) store.save(conversation);
+  saveIfKept(conversation);
   drawAll();
   if (message.state === "done") announce(`${message.name} has answered`);
   else if (message.state === "stopped") announce("Stopped");
@@ -269,7 +274,7 @@ async function end(conversation, message) {
   const receipt = await receiptOf(message.receipt);
   if (receipt === null) return;
   message.facts = factsOf(receipt);
-  if (store.get(conversation.id) === conversation) store.save(conversation);
+  saveIfKept(conversation);
   draw();
 }
 
@@ -318,7 +323,7 @@ addEventListener("keydown", (event) => {
 });
 byId("model").addEventListener("change", () => {
   shown.model = byId("model").value;
-  if (store.get(shown.id) !== undefined) store.save(shown);
+  saveIfKept(shown);
 });
 
 // --- buttons ---
@@ -342,7 +347,7 @@ onClick("show-side", () => {
 });
 onClick("settings", () => settingsDialog.open(shown.settings, models.find((item) => item.id === shown.model), (settings) => {
   shown.settings = settings;
-  if (store.get(shown.id) !== undefined) store.save(shown);
+  saveIfKept(shown);
   draw();
 }));
 onClick("rename", () => questionDialog.open({ title: "Rename", text: "The title in the list.", yes: "Rename", value: shown.title }, (title) => {
@@ -378,9 +383,11 @@ setUpKeys(() => {
   const last = shown.messages.at(-1);
   if (keyOf("api") && last?.fault?.status === 401) again(last);
 });
-store.watch((id) => {
-  if (id !== shown.id || runs.has(id)) drawList();
-  else show(store.get(id) ?? newConversation(shown.model));
+store.watch((id) => runs.has(id), (id) => {
+  const found = store.get(id);
+  if (found === undefined) runs.get(id)?.abort.abort();
+  if (id === shown.id) shown = found ?? newConversation(shown.model);
+  drawAll();
 });
 followAddress();
 showModels();

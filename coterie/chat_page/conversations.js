@@ -35,6 +35,8 @@ export class ConversationStore {
     this.known = new Map();
     try {
       for (const name of Object.keys(localStorage)) if (name.startsWith(PREFIX)) this.read(name, localStorage.getItem(name));
+      // the page was closed while they arrived
+      for (const { messages } of this.known.values()) for (const message of messages) if (message.state === "open") message.state = "stopped";
     } catch {
       onTrouble("This browser keeps nothing for this page: conversations end with the tab.");
     }
@@ -49,19 +51,17 @@ export class ConversationStore {
     }
     if (!Array.isArray(found?.messages) || PREFIX + found.id !== name) return;
     found.settings = { ...NO_SETTINGS, ...found.settings };
-    // the page was closed while it arrived
-    for (const message of found.messages) if (message.state === "open") message.state = "stopped";
     this.known.set(found.id, found);
   }
 
-  // Calls `onChange` with the id of a conversation that another tab changed.
-  watch(onChange) {
+  // Calls `onChange` with the id of a conversation that another tab changed or deleted. What another
+  // tab writes into a conversation that is being answered here (`isBusy`) is overwritten.
+  watch(isBusy, onChange) {
     addEventListener("storage", ({ key, newValue }) => {
-      // all was cleared
-      if (key === null) this.known.clear();
-      else if (!key.startsWith(PREFIX)) return;
-      const id = key?.slice(PREFIX.length);
+      if (key === null || !key.startsWith(PREFIX)) return;
+      const id = key.slice(PREFIX.length);
       if (newValue === null) this.known.delete(id);
+      else if (isBusy(id)) return;
       else this.read(key, newValue);
       onChange(id);
     });
@@ -73,6 +73,10 @@ export class ConversationStore {
 
   list() {
     return [...this.known.values()].sort((one, other) => other.changed - one.changed);
+  }
+
+  has(conversation) {
+    return this.known.get(conversation.id) === conversation;
   }
 
   save(conversation) {

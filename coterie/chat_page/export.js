@@ -2,10 +2,13 @@
 
 import { make } from "../dashboard/dom.js";
 
+// a browser may begin to read the file after the click
+const KEPT_MS = 60_000;
+
 function save(name, type, text) {
   const url = URL.createObjectURL(new Blob([text], { type }));
   make("a", { href: url, download: name }).click();
-  URL.revokeObjectURL(url);
+  setTimeout(() => URL.revokeObjectURL(url), KEPT_MS);
 }
 
 function fileName(title, ending) {

@@ -19,10 +19,13 @@ const TAGS = { "*": "em", _: "em", "**": "strong", __: "strong", "~~": "del" };
 export class MarkdownView {
   constructor(node) {
     this.node = node;
+    this.text = "";
     this.sources = [];
   }
 
   show(text) {
+    if (text === this.text) return;
+    this.text = text;
     const found = blocksOf(linesOf(text), 0);
     let same = 0;
     while (same < this.sources.length && this.sources[same] === found[same]?.source) same += 1;

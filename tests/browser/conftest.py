@@ -50,8 +50,9 @@ strategy = "lru"
 cache_capacity = 4
 host_budget = "0"
 """
-# how Chromium begins its own line about a status from 400 on, or a server that is not there
-LOGGED_REFUSAL = "Failed to load resource:"
+# how Chromium begins its own lines about a status from 400 on or a server that is not there, and
+# about the page's policy at work on a script that a test put in
+EXPECTED = ("Failed to load resource:", "Executing inline script violates")
 NewPage = Callable[..., Page]
 
 
@@ -98,7 +99,7 @@ def new_page(browser: Browser) -> Iterator[NewPage]:
             "console",
             lambda said: (
                 problems.append(said.text)
-                if said.type == "error" and not said.text.startswith(LOGGED_REFUSAL)
+                if said.type == "error" and not said.text.startswith(EXPECTED)
                 else None
             ),
         )

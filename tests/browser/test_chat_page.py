@@ -161,6 +161,8 @@ def serious(page: Page, axe: str) -> list[Any]:
 
 
 def test_a_conversation_of_ten_turns(chat_server: Served, new_page: NewPage) -> None:
+    for address in (f"{chat_server.url}/\n", f"{chat_server.url}/dashboard\n"):
+        assert address in chat_server.out()
     page = new_page(chat_server, path="/")
     steer(page)
     expect(page.locator("#notice")).to_contain_text("asks for an API key")
@@ -274,7 +276,7 @@ def test_hostile_text_stays_text(chat_server: Served, new_page: NewPage, axe: st
     # what the policy is for: even a script that got in would not run
     page.evaluate(
         "document.body.append(Object.assign(document.createElement('script'),"
-        " {textContent: 'window.hacked = 2', type: 'text/plain'}))"
+        " {textContent: 'window.hacked = 2'}))"
     )
     assert page.evaluate("window.hacked") is None
     assert not page.evaluate(WIDEST), page.evaluate(WIDEST)
@@ -411,11 +413,15 @@ def test_conversations_are_kept_apart(chat_server: Served, new_page: NewPage) ->
     page.get_by_label("Title").fill("<b>boats</b>")
     page.keyboard.press("Enter")
     expect(titles).to_have_text(["about trees", "<b>boats</b>"])
-    # another tab of this browser sees it, and follows a change
+    # another tab of this browser sees it, and follows what is said here
     other = page.context.new_page()
     other.goto(page.url)
     expect(other.locator("h1")).to_have_text("<b>boats</b>")
     expect(other.locator("#notice")).to_contain_text("asks for an API key")
+    say(page, "and more")
+    said = answered(page, 2)
+    expect(answers(other)).to_have_count(2)
+    expect(answers(other).last.locator(".text")).to_have_text(said)
     page.go_back()
     expect(page.locator("h1")).to_have_text("about trees")
     page.get_by_text("More", exact=True).click()
