@@ -3,18 +3,18 @@
 import { Refused, addPart, factsOf, readAnswer, receiptOf } from "./answer.js";
 import { AnswerView, QuestionView } from "./messages.js";
 import { ConversationStore, UNTITLED, forgetOldest, newConversation, newMessage, titleOf } from "./conversations.js";
+import { ModelPicker } from "./models.js";
 import { QuestionDialog, SettingsDialog } from "./dialogs.js";
-import { address, headersOf, keyOf, openKeys, problemOf, setUpKeys } from "../dashboard/keys.js";
 import { announce, byId, keyed, make, setText } from "../dashboard/dom.js";
 import { exportJson, exportMarkdown } from "./export.js";
+import { keyOf, openKeys, setUpKeys } from "../dashboard/keys.js";
 import { setUpTheme } from "../dashboard/theme.js";
 
 const SAVE_MS = 1000;
 const TICK_MS = 1000;
-// a server that loads its models is asked again after this time
-const MODELS_AGAIN_MS = 2000;
 // nearer to the end than this, what arrives stays in view
 const NEAR_END = 80;
+const TOO_LONG = "The last message alone is longer than this model's context: shorten it, or choose another model.";
 
 const log = byId("log");
 const field = byId("text");
@@ -37,46 +37,10 @@ function showNotice() {
   byId("notice-button").hidden = !notices.asksKey;
 }
 
-// --- models ---
-
-let models = [];
-let modelsTimer = null;
-
-async function showModels() {
-  clearTimeout(modelsTimer);
-  const response = await fetch(address("v1/models"), { headers: headersOf("api") }).catch(() => null);
-  const isReady = response?.ok ?? false;
-  models = isReady ? (await response.json()).data.filter((item) => item.kind !== "encoder") : [];
-  notices.asksKey = response?.status === 401;
-  if (response === null) notices.server = "There is no connection to the server.";
-  else if (notices.asksKey) notices.server = keyOf("api") ? "The API key was not accepted." : "This server asks for an API key.";
-  else notices.server = isReady ? "" : `The server is not ready: ${await problemOf(response)}`;
-  if (!isReady && !notices.asksKey) modelsTimer = setTimeout(showModels, MODELS_AGAIN_MS);
+const picker = new ModelPicker((text, asksKey) => {
+  Object.assign(notices, { server: text, asksKey });
   showNotice();
-  showChoice();
-}
-
-function groupOf(item) {
-  if (models.some((other) => other.id === item.root && other.id !== item.id)) return "Other names";
-  return item.parent ? "Experts" : "Models";
-}
-
-function showChoice() {
-  const select = byId("model");
-  const groups = new Map([["Models", []], ["Experts", []], ["Other names", []]]);
-  for (const item of models) if (item.id !== "auto") groups.get(groupOf(item)).push(item.id);
-  const names = [...groups.values()].flat();
-  const nodes = [make("option", { value: "auto", text: "auto: the router chooses" })];
-  for (const [label, found] of groups) {
-    if (found.length) nodes.push(make("optgroup", { label }, ...found.map((name) => make("option", { value: name, text: name }))));
-  }
-  // what was chosen may be gone, or not known yet
-  if (shown.model !== "auto" && !names.includes(shown.model)) nodes.push(make("option", { value: shown.model, text: models.length ? `${shown.model} (not here now)` : shown.model }));
-  select.replaceChildren(...nodes);
-  select.value = shown.model;
-}
-
-// --- what is shown ---
+});
 
 const actions = {
   retry: (message) => again(message),
@@ -88,8 +52,13 @@ const actions = {
   },
   giveKey: openKeys,
   leaveOut: (message) => {
-    if (forgetOldest(shown)) again(message);
-    else announceFault("The last message alone is longer than this model's context: shorten it, or choose another model.");
+    if (forgetOldest(shown)) {
+      again(message);
+      return;
+    }
+    message.fault = { ...message.fault, code: "", message: TOO_LONG };
+    saveIfKept(shown);
+    draw();
   },
   sendResults: (message, results) => {
     message.calls.forEach((call, at) => {
@@ -98,12 +67,6 @@ const actions = {
     answer(shown);
   },
 };
-
-function announceFault(text) {
-  announce(text);
-  notices.server = text;
-  showNotice();
-}
 
 function draw() {
   const { messages, from } = shown;
@@ -150,10 +113,8 @@ function drawList() {
 function drawAll() {
   draw();
   drawList();
-  showChoice();
+  picker.show(shown.model);
 }
-
-// --- which conversation ---
 
 function show(conversation) {
   shown = conversation;
@@ -191,8 +152,6 @@ function setView(name) {
   document.body.dataset.view = name;
 }
 
-// --- answers ---
-
 function send(text) {
   if (shown.title === UNTITLED) shown.title = titleOf(text);
   shown.messages.push(newMessage("user", text));
@@ -204,8 +163,8 @@ function send(text) {
 
 // The last answer once more; what it said is dropped.
 function again(message) {
-  if (runs.has(shown.id)) return;
   const at = shown.messages.indexOf(message);
+  if (at < 0 || runs.has(shown.id)) return;
   shown.messages.splice(at);
   answer(shown);
 }
@@ -288,8 +247,6 @@ setInterval(() => {
   byId("messages").lastElementChild?.view.wait?.(run.heardAt);
 }, TICK_MS);
 
-// --- the composer ---
-
 function fit() {
   field.style.height = "auto";
   field.style.height = `${Math.min(field.scrollHeight + 2, innerHeight * 0.4)}px`;
@@ -323,10 +280,9 @@ addEventListener("keydown", (event) => {
 });
 byId("model").addEventListener("change", () => {
   shown.model = byId("model").value;
+  picker.show(shown.model);
   saveIfKept(shown);
 });
-
-// --- buttons ---
 
 function onClick(id, act) {
   byId(id).addEventListener("click", () => {
@@ -345,7 +301,7 @@ onClick("show-side", () => {
   setView("list");
   byId("new").focus();
 });
-onClick("settings", () => settingsDialog.open(shown.settings, models.find((item) => item.id === shown.model), (settings) => {
+onClick("settings", () => settingsDialog.open(shown.settings, picker.card(), (settings) => {
   shown.settings = settings;
   saveIfKept(shown);
   draw();
@@ -379,7 +335,7 @@ addEventListener("pagehide", () => {
 
 setUpTheme();
 setUpKeys(() => {
-  showModels();
+  picker.load();
   const last = shown.messages.at(-1);
   if (keyOf("api") && last?.fault?.status === 401) again(last);
 });
@@ -390,5 +346,5 @@ store.watch((id) => runs.has(id), (id) => {
   drawAll();
 });
 followAddress();
-showModels();
+picker.load();
 focusField();

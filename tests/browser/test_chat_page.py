@@ -579,6 +579,12 @@ def test_a_conversation_longer_than_the_context(
     expect(marks.last).to_be_hidden()
     expect(page.locator(".said[aria-busy]")).to_have_count(0, timeout=30_000)
     assert not serious(page, axe)
+    # one message alone may be too long
+    page.get_by_role("button", name="New conversation").click()
+    say(page, "many words " * 200)
+    expect(page.locator(".problem")).to_contain_text("maximum context length")
+    leave.click()
+    expect(page.locator(".problem")).to_contain_text("The last message alone is longer")
 
 
 @pytest.mark.full
