@@ -9,6 +9,10 @@ import os
 import platform
 from pathlib import Path
 
+from coterie.weights.room import available_bytes
+
+__all__ = ["auto_kv_bytes", "available_bytes", "cores", "cpu_name"]
+
 MAX_AUTO_KV_BYTES = 2 * 10**9
 AUTO_KV_SHARE = 0.25
 AUTO_KV_SHARE_GPU = 0.8
@@ -34,15 +38,6 @@ def cpu_name() -> str:
     return " ".join([platform.machine(), *(known or [platform.processor()])])
 
 
-def available_bytes() -> int:
-    """Memory that can be used without swapping."""
-    free = _meminfo_available() or _physical() // 2
-    limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
-    if limit is not None and used is not None:
-        free = min(free, max(0, limit - used))
-    return free
-
-
 def auto_kv_bytes(device: str, *, beside_experts: bool = False, reserved: int = 0) -> int:
     """The KV budget if none is configured: a share of the free memory. `beside_experts`: not all
     weights are loaded yet; `reserved`: bytes of a GPU that others will take."""
@@ -54,26 +49,3 @@ def auto_kv_bytes(device: str, *, beside_experts: bool = False, reserved: int = 
             max(0, free - reserved) * (AUTO_KV_SHARE if beside_experts else AUTO_KV_SHARE_GPU)
         )
     return min(MAX_AUTO_KV_BYTES, int(available_bytes() * AUTO_KV_SHARE))
-
-
-def _meminfo_available() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _physical() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _number(path: str) -> int | None:
-    try:
-        text = Path(path).read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

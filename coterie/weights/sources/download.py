@@ -44,6 +44,10 @@ class RemoteFile:
     headers: dict[str, str] = field(default_factory=dict)
 
 
+class RefusedDownload(WeightsError):
+    """The server knows the file and does not give it to this caller: HTTP 401 or 403."""
+
+
 def open_url(url: str, headers: dict[str, str] | None = None) -> Any:
     """Opens a URL. A user and password in it are sent as a header, and only to its own host."""
     clean, login = _without_login(url)
@@ -83,11 +87,11 @@ def download(remote: RemoteFile, target: Path, progress: Progress | None = None)
         except _NETWORK_ERRORS as error:
             if not _is_network(error):
                 raise
+            if isinstance(error, urllib.error.HTTPError):
+                # it holds the connection of the answer
+                error.close()
             if _is_final(error) or attempt + 1 == _ATTEMPTS:
-                raise WeightsError(
-                    f"{shown(remote.url)}: cannot be fetched ({reason(error)}). "
-                    "Try again; what has arrived is kept."
-                ) from error
+                raise _failure(remote, error) from error
             time.sleep(_FIRST_PAUSE_S * 2**attempt)
     if remote.sha256 and _sha256(part) != remote.sha256.lower():
         part.unlink()
@@ -96,6 +100,13 @@ def download(remote: RemoteFile, target: Path, progress: Progress | None = None)
             "thrown away. Try again; if it stays, the source is damaged."
         )
     os.replace(part, target)
+
+
+def _failure(remote: RemoteFile, error: Exception) -> WeightsError:
+    where = f"{shown(remote.url)}: cannot be fetched ({reason(error)})."
+    if isinstance(error, urllib.error.HTTPError) and error.code in (401, 403):
+        return RefusedDownload(f"{where} Check the name and the token or password for it.")
+    return WeightsError(f"{where} Try again; what has arrived is kept.")
 
 
 def _transfer(remote: RemoteFile, part: Path, progress: Progress | None) -> None:

