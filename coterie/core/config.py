@@ -252,7 +252,9 @@ class SpecialistSettings:
     )
     name: str = key("", "text", "The name clients send as `model`; empty = from the model's file.")
     model: str = key(
-        "", "text", "`pypi:`, `hf:` or a path; empty = the default model of this release."
+        "",
+        "text",
+        "A short name, `pypi:`, `hf:` or a path; empty = the default model of this release.",
     )
     dtype: str = key(
         "auto",

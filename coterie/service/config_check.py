@@ -23,6 +23,7 @@ from coterie.service.breaker.watch import judging
 from coterie.service.validate.code import GRAMMARS
 from coterie.service.validate.table import NAMED_CHECKS, VALIDATORS
 from coterie.weights.sources.hub import parse as parse_hub
+from coterie.weights.sources.names import find_named, source_of
 from coterie.weights.sources.pypi import parse as parse_wheel
 from coterie.weights.sources.source import DEFAULT_MODEL, list_cached, resolve
 
@@ -34,7 +35,10 @@ _QUANTISATION = re.compile(r"[.\-_](i?q\d\w*|bf16|f16|f32|fp16|fp32)$", re.IGNOR
 
 
 def model_name(model: str, path: Path) -> str:
-    """`SmolLM2-135M-Instruct.Q4_1.gguf` is served as `smollm2-135m-instruct`."""
+    """`SmolLM2-135M-Instruct.Q4_1.gguf` is served as `smollm2-135m-instruct`, a model by its short
+    name as that: `qwen3:4b` as `qwen3-4b`."""
+    if short := _short_name(model):
+        return short
     if model.startswith("hf:"):
         hub = parse_hub(model[3:])
         if hub.file is None:
@@ -45,6 +49,14 @@ def model_name(model: str, path: Path) -> str:
     path = Path(os.path.abspath(path))
     stem = path.stem if path.suffix == ".gguf" else path.name
     return _QUANTISATION.sub("", stem).lower()
+
+
+def _short_name(model: str) -> str:
+    """Of a model that was asked for by its short name; the default one keeps its file's."""
+    named = find_named(model)
+    if named is None or named.source == DEFAULT_MODEL:
+        return ""
+    return named.name.replace(":", "-")
 
 
 def expected_names(config: Config) -> list[str]:
@@ -62,7 +74,9 @@ def encoder_names(config: Config) -> list[str]:
 
 
 def _expected_name(model: str) -> str:
-    text = model or DEFAULT_MODEL
+    if short := _short_name(model):
+        return short
+    text = source_of(model or DEFAULT_MODEL)
     if text.startswith("pypi:"):
         here = [item.path for item in list_cached() if item.source.partition("==")[0] == text]
         return model_name(text, here[-1]) if here else text
@@ -181,12 +195,13 @@ def model_faults(config: Config) -> Iterator[ConfigError]:
         if settings.kind == ENCODER and model == STATIC:
             continue
         try:
-            if model.startswith("hf:"):
-                parse_hub(model[3:])
-            elif model.startswith("pypi:"):
-                parse_wheel(model[5:])
-            elif model:
-                resolve(model)
+            source = source_of(model)
+            if source.startswith("hf:"):
+                parse_hub(source[3:])
+            elif source.startswith("pypi:"):
+                parse_wheel(source[5:])
+            elif source:
+                resolve(source)
         except WeightsError as error:
             yield ConfigError(f"{param}: {error.message}", param=param)
 

@@ -239,7 +239,7 @@ def test_a_hub_that_cannot_be_reached(hub: HubSite, monkeypatch: pytest.MonkeyPa
         resolve("hf:org/Tiny:Q4_K_M")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(WeightsError, match="HF_HUB_OFFLINE"):
-        resolve("hf:org/Tiny:Q4_K_M")
+        resolve("qwen3:4b")
 
 
 def test_a_disk_that_is_too_small_is_told_before_anything_is_fetched(hub: HubSite) -> None:

