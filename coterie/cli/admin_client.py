@@ -58,7 +58,9 @@ def fetched(url: str, path: str, key: str = "", method: str = "GET", body: Any =
         raise _refusal(error) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise Unavailable(f"no answer from {url}: {reason}") from None
+        raise Unavailable(
+            f"no answer from {url}: {reason}. Start a server (coterie serve), or give its --url."
+        ) from None
 
 
 def server_settings(path: str | None) -> ServerSettings | None:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coterie.cli.options import fetch
+from coterie.cli.options import MODEL_WORDS, fetch
 from coterie.cli.terminal import facts, nbytes
 
 if TYPE_CHECKING:
@@ -37,14 +37,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="path, pypi:NAME or hf:ORG/REPO (default: the small model of this release)",
+        help=MODEL_WORDS,
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def execute(args: argparse.Namespace) -> int:
     found = inspected(fetch(args.model))
-    print(json.dumps(found, indent=2, ensure_ascii=False) if args.json else _shown(found))
+    print(json.dumps(found, indent=2, ensure_ascii=False) if args.json else facts(rows(found)))
     return 0
 
 
@@ -93,7 +93,8 @@ def system_prompt(tokenizer: Tokenizer) -> tuple[str, str]:
     return (BY_TEMPLATE if tokenizer.writes_system else BY_NOBODY), ""
 
 
-def _shown(found: dict[str, Any]) -> str:
+def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What `inspected` found, for people."""
     advice, system = found["recommended"], found["system_prompt"]
     lines = [
         ("path", found["path"]),
@@ -109,7 +110,7 @@ def _shown(found: dict[str, Any]) -> str:
         for name, value in found["sampling"].items()
     ]
     text = f": {system['text']}" if system["text"] else ""
-    return facts([*lines, ("system prompt", f"{system['source']}{text}")])
+    return [*lines, ("system prompt", f"{system['source']}{text}")]
 
 
 def _sizes(weights: dict[str, Any]) -> str:

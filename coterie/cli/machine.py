@@ -144,22 +144,28 @@ def cached_models() -> list[Facts]:
 def specialist_facts(config: Path) -> list[Facts]:
     """The specialists of a file of settings: what answers for each, and whether it is here."""
     from coterie.core.config import file_faults, load
+    from coterie.core.errors import WeightsError
     from coterie.service.config_check import expected_names
-    from coterie.weights.sources.source import DEFAULT_MODEL, list_cached
+    from coterie.weights.sources.source import DEFAULT_MODEL, find_here
 
     if file_faults(config):
         return []
     settings = load(config)
-    cached = {item.source.partition("==")[0] for item in list_cached()}
+
+    def is_here(model: str) -> bool:
+        try:
+            return find_here(model) is not None
+        except WeightsError:
+            return False
+
     found = []
     for name, item in zip(expected_names(settings), settings.specialists, strict=True):
         model = item.model or DEFAULT_MODEL
-        here = model in cached or Path(model).expanduser().exists()
         found.append(
             {
                 "name": name,
                 "model": item.remote.url or model,
-                "here": None if item.remote.url else here,
+                "here": None if item.remote.url else is_here(model),
                 "experts": list(item.adapters),
             }
         )

@@ -7,13 +7,16 @@ nothing can be installed. A command imports what it needs when it runs.
 from __future__ import annotations
 
 import argparse
+import difflib
+import itertools
 import os
+import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from coterie import __version__
 from coterie.cli import (
@@ -27,16 +30,20 @@ from coterie.cli import (
     inspect,
     keys,
     plan,
+    ps,
     pull,
     receipts,
+    rm,
     router,
     run,
     serve,
+    show,
     state,
     sweep,
     top,
     tune,
 )
+from coterie.cli import list as list_command
 from coterie.cli.expert import command as expert
 from coterie.cli.store import command as store
 from coterie.cli.terminal import width
@@ -51,6 +58,10 @@ COMMANDS: dict[str, ModuleType] = {
     "run": run,
     "chat": chat,
     "pull": pull,
+    "list": list_command,
+    "show": show,
+    "rm": rm,
+    "ps": ps,
     "inspect": inspect,
     "expert": expert,
     "ensemble": ensemble,
@@ -73,6 +84,7 @@ examples:
   coterie serve                     the default model on http://127.0.0.1:8000
   coterie run --prompt "Hello"      one answer, no server
   coterie chat                      talk to a model in this terminal
+  coterie pull qwen3:4b             fetch another model
   coterie doctor                    what this machine has, and what is missing
 
 COTERIE_HOME   folder for models, compiled kernels and state
@@ -81,10 +93,53 @@ COTERIE_DEBUG  1 = show tracebacks
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a usage error in one line."""
+    """Reports a usage error in one line, with what was probably meant."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, Sequence[str]]:
+        """Ends at what is unknown in the command that it was written for: its flags are known
+        here. A misspelt flag is told before one that is missing because of it."""
+        if self._subparsers is None:
+            # behind -- is no flag
+            flags = itertools.takewhile(lambda text: text != "--", args or ())
+            self._refuse_unknown([text for text in flags if self._is_unknown_flag(text)])
+        found, rest = super().parse_known_args(args, namespace)
+        self._refuse_unknown(rest)
+        return found, rest
+
+    def _is_unknown_flag(self, text: str) -> bool:
+        flag = text.partition("=")[0]
+        # argparse takes the beginning of a flag too
+        known = any(option.startswith(flag) for option in self._option_string_actions)
+        return bool(re.fullmatch(r"--[a-z][a-z-]*", flag)) and not known
+
+    def _refuse_unknown(self, unknown: Sequence[str]) -> None:
+        if unknown:
+            meant = [
+                _meant(text.partition("=")[0], self._option_string_actions) for text in unknown
+            ]
+            hint = next((text for text in meant if text), "")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            hint = _meant(str(value), [str(choice) for choice in action.choices or ()])
+            if isinstance(action, argparse._SubParsersAction):
+                # the whole list is what --help shows
+                self.error(f"invalid choice: {value!r}{hint}")
+            error.message += hint
+            raise
+
+
+def _meant(text: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.6)
+    return f", did you mean {close[0]}?" if close else ""
 
 
 def build_parser() -> argparse.ArgumentParser:

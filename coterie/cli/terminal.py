@@ -70,9 +70,12 @@ class _LineProgress:
     def __init__(self, label: str, unit: str = "") -> None:
         self.label, self.unit = label, unit
         self.shown_at = 0.0
+        # the first call: what an earlier process has fetched counts for no speed
+        self.begun: tuple[float, int] | None = None
 
     def __call__(self, done: int, total: int | None) -> None:
         now = time.monotonic()
+        self.begun = self.begun or (now, done)
         if done != total and now - self.shown_at < self.INTERVAL_S:
             return
         self.shown_at = now
@@ -80,7 +83,15 @@ class _LineProgress:
             note(f"{self.label}: {done} of {total} {self.unit}")
             return
         share = f"{100 * done // total:3d}% of {total / 1e6:.0f} MB" if total else ""
-        note(f"{self.label}: {share or f'{done / 1e6:.0f} MB'}")
+        note(f"{self.label}: {share or f'{done / 1e6:.0f} MB'}{self._rate(now, done, total)}")
+
+    def _rate(self, now: float, done: int, total: int | None) -> str:
+        began, before = self.begun or (now, done)
+        if now <= began or done <= before:
+            return ""
+        speed = (done - before) / (now - began)
+        left = f", {duration((total - done) / speed)} left" if total and done < total else ""
+        return f", {nbytes(speed)}/s{left}"
 
     def close(self) -> None:
         self.shown_at = 0.0
@@ -94,18 +105,29 @@ def _rich_bar(label: str, unit: str = "") -> Any:
             DownloadColumn,
             MofNCompleteColumn,
             Progress,
+            TextColumn,
             TimeElapsedColumn,
+            TimeRemainingColumn,
             TransferSpeedColumn,
         )
+        from rich.table import Column
     except ImportError:
         return None
 
     class Bar:
         def __init__(self) -> None:
-            amounts: tuple[Any, ...] = (DownloadColumn(), TransferSpeedColumn())
+            amounts: tuple[Any, ...] = (
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+            )
             if unit:
                 amounts = (MofNCompleteColumn(), unit, TimeElapsedColumn())
-            columns = ("{task.description}", BarColumn(), *amounts)
+            # a long name gives way, so that the figures stay on the line
+            name = TextColumn(
+                "{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")
+            )
+            columns = (name, BarColumn(16), *amounts)
             self.view = Progress(*columns, console=Console(stderr=True), transient=True)
             self.task: Any = None
 
@@ -158,6 +180,16 @@ def nbytes(value: float) -> str:
         if value >= scale:
             return f"{value / scale:.1f} {unit}"
     return f"{value:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """In its two largest units: `8 s`, `2 min 5 s`, `1 h 20 min`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 Act = Callable[[argparse.Namespace], int]

@@ -348,8 +348,8 @@ def test_bench(tiny: str) -> None:
     assert all(row["tokens_s"] > 0 for row in report["results"])
 
 
-def test_pull_lists(tmp_path: Path) -> None:
-    assert "no models" in coterie("pull", "--list", COTERIE_HOME=str(tmp_path)).stdout
+def test_an_empty_list(tmp_path: Path) -> None:
+    assert "no models" in coterie("list", COTERIE_HOME=str(tmp_path)).stdout
 
 
 BARE = """

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
+
 COMMIT = "c0ffee" * 6 + "cafe"
 TOKEN = "hf_of_somebody_who_may"
 
@@ -87,6 +89,23 @@ def hub_site() -> Iterator[HubSite]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def reachable_hub(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[HubSite]:
+    """A hub that this process and its children ask: huggingface_hub reads its environment when it
+    is imported, and other tests forbid it the network."""
+    import huggingface_hub.constants as constants
+
+    from coterie.weights.sources import download
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "no-token"))
+    monkeypatch.setattr(download, "_FIRST_PAUSE_S", 0.01)
+    with hub_site() as site:
+        for name, value in site.environment(home).items():
+            monkeypatch.setenv(name, value)
+        yield site
 
 
 def _answer(request: BaseHTTPRequestHandler, site: HubSite) -> None:

