@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coterie.cli.better import add_yes, offer_better, take_better
 from coterie.cli.options import (
     add_capture,
     add_experts,
@@ -54,6 +55,7 @@ out and lets the model go on with the text. --trace is for coterie plan --trace.
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_capture(parser)
+    add_yes(parser)
     add_specialist(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; - reads standard input")
@@ -129,7 +131,17 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def execute(args: argparse.Namespace) -> int:
-    args = use_specialist(args)
+    take_better(args)
+    better: list[str] = []
+    offer_better(args, "run", better.append)
+    status = _answered(use_specialist(args))
+    # known by now, or not worth to wait for
+    for line in better:
+        note(line)
+    return status
+
+
+def _answered(args: argparse.Namespace) -> int:
     text = _text(args)
     started = time.perf_counter()
     with open_llm(args) as llm, llm.traced(args.trace) if args.trace else nullcontext():

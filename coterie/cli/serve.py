@@ -12,9 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from coterie.api.auth import check_exposure, load_keys
+from coterie.cli.better import add_yes, offer_better, take_better
 from coterie.cli.machine import is_installed
 from coterie.cli.options import add_capture, add_model, add_moe, count, fetch, moe_options, size
 from coterie.cli.specialist import index_of
+from coterie.cli.terminal import note
 from coterie.core import spawn
 from coterie.core.config import LOG_LEVELS, Config, ServerSettings, SpecialistSettings, load
 from coterie.core.encoders import ENCODER, STATIC
@@ -26,6 +28,8 @@ HELP = "serve models over HTTP: OpenAI, Anthropic and native APIs"
 EPILOG = """\
 examples:
   coterie serve                              on http://127.0.0.1:8000
+  coterie serve qwen3:4b                     a model by its short name
+  coterie serve --yes                        the best model that fits
   coterie serve ./my-model --dtype int8 --port 9000
   coterie serve --host 0.0.0.0 --api-key-file keys.txt
   coterie serve --tls-cert cert.pem --tls-key key.pem
@@ -73,6 +77,7 @@ _SETTINGS = {
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_capture(parser)
+    add_yes(parser)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML settings")
     parser.add_argument(
         "--specialist",
@@ -221,6 +226,7 @@ def _place(args: argparse.Namespace) -> int:
 def execute(args: argparse.Namespace) -> int:
     # before any native library is loaded
     spawn.pin_native_threads()
+    take_better(args)
     config = settings(args)
     for name in ("fastapi", "uvicorn", "msgspec", "zmq"):
         if not is_installed(name):
@@ -239,6 +245,7 @@ def execute(args: argparse.Namespace) -> int:
     # of several specialists it is not known yet how many engines share the cores
     if len(local) == 1 and local[0].replicas == 1:
         early.begin(config.engine.threads or cores())
+    offer_better(args, "serve", note)
     try:
         _run(config, listener, args)
     finally:

@@ -180,14 +180,15 @@ def _send_file(request: BaseHTTPRequestHandler, site: HubSite, path: str) -> Non
     if file in repo.corrupted:
         body = bytes(len(body))
     wanted = request.headers.get("Range")
-    start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted else 0
+    first, _, last = (wanted or "bytes=0-").removeprefix("bytes=").partition("-")
+    start, end = int(first), int(last) + 1 if last else len(body)
     request.send_response(206 if wanted else 200)
     if wanted:
-        request.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        request.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(body)}")
     request.send_header("Content-Type", "application/octet-stream")
-    request.send_header("Content-Length", str(len(body) - start))
+    request.send_header("Content-Length", str(end - start))
     request.end_headers()
-    end = site.cuts.pop(0) if site.cuts else len(body)
+    end = site.cuts.pop(0) if site.cuts else end
     if site.halfway is not None:
         request.wfile.write(body[start : len(body) // 2])
         request.wfile.flush()

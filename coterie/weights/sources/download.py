@@ -48,7 +48,7 @@ class RefusedDownload(WeightsError):
     """The server knows the file and does not give it to this caller: HTTP 401 or 403."""
 
 
-def open_url(url: str, headers: dict[str, str] | None = None) -> Any:
+def open_url(url: str, headers: dict[str, str] | None = None, timeout_s: float = _TIMEOUT_S) -> Any:
     """Opens a URL. A user and password in it are sent as a header, and only to its own host."""
     clean, login = _without_login(url)
     all_headers = {"User-Agent": "coterie", **(headers or {})}
@@ -58,7 +58,7 @@ def open_url(url: str, headers: dict[str, str] | None = None) -> Any:
     opener = urllib.request.build_opener(
         _SafeRedirects, urllib.request.HTTPSHandler(context=_tls_context())
     )
-    return opener.open(request, timeout=_TIMEOUT_S)
+    return opener.open(request, timeout=timeout_s)
 
 
 def shown(url: str) -> str:

@@ -7,16 +7,25 @@ source.
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
+import urllib.error
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from coterie.core.errors import MissingDependency, WeightsError
 from coterie.weights.formats.gguf import gguf_parts
-from coterie.weights.sources.download import Progress, RefusedDownload, RemoteFile, download
+from coterie.weights.sources.download import (
+    Progress,
+    RefusedDownload,
+    RemoteFile,
+    download,
+    open_url,
+)
 from coterie.weights.sources.quantisations import GgufChoice, choices, named_choice
 
 _SPEC = re.compile(
@@ -34,6 +43,7 @@ _WANTED = re.compile(
 MODULE_FILE = re.compile(r"\d_[A-Za-z]{1,32}/(config\.json|model\.safetensors)")
 
 _TIMEOUT_S = 30.0
+_HUB = "https://huggingface.co"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +168,21 @@ def list_files(model: HubModel, timeout_s: float = _TIMEOUT_S) -> HubListing:
         for item in info.siblings or ()
     }
     return _choose(model, str(info.sha), files)
+
+
+def has_file(model: HubModel, file: str, timeout_s: float) -> bool:
+    """Whether the hub can be reached and gives the file's first byte to anybody. Does not import
+    huggingface_hub, which takes as long as the answer."""
+    endpoint = (os.environ.get("HF_ENDPOINT") or _HUB).rstrip("/")
+    url = f"{endpoint}/{model.repo}/resolve/{model.revision or 'main'}/{quote(file)}"
+    try:
+        with open_url(url, {"Range": "bytes=0-0"}, timeout_s) as response:
+            return bool(response.status in (200, 206))
+    except urllib.error.HTTPError as error:
+        error.close()
+        return False
+    except (OSError, http.client.HTTPException):
+        return False
 
 
 def _unanswered(model: HubModel, error: Exception) -> WeightsError:
