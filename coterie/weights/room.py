@@ -80,20 +80,27 @@ class _NvmlMemory(ctypes.Structure):
 def gpu_free_bytes() -> int:
     """Free memory of the first visible NVIDIA GPU; 0 without one."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if visible.startswith(("GPU-", "MIG-")):
+        # named by its UUID: cards of one machine are mostly alike
+        visible = "0"
     if not visible.isdigit():
-        # none is visible, or one is named by its UUID
-        visible = "0" if visible.startswith(("GPU-", "MIG-")) else ""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1") if visible else None
-    except OSError:
         return 0
-    if nvml is None or nvml.nvmlInit_v2() != 0:
-        return 0
-    device, memory = ctypes.c_void_p(), _NvmlMemory()
     try:
-        if nvml.nvmlDeviceGetHandleByIndex_v2(int(visible), ctypes.byref(device)) != 0:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() != 0:
             return 0
-        failed = nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
-        return 0 if failed else int(memory.free)
-    finally:
-        nvml.nvmlShutdown()
+        try:
+            return _free_bytes(nvml, int(visible))
+        finally:
+            nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        # no driver, or one of another kind
+        return 0
+
+
+def _free_bytes(nvml: ctypes.CDLL, index: int) -> int:
+    device, memory = ctypes.c_void_p(), _NvmlMemory()
+    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) != 0:
+        return 0
+    failed = nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+    return 0 if failed else int(memory.free)

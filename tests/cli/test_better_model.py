@@ -117,28 +117,40 @@ def test_the_line_fits_a_terminal(private_home: Path) -> None:
             assert " tok/s" in line and len(line) <= 80
 
 
-def on_a_terminal(*arguments: str) -> str:
-    """What a person sees of a command that ended."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "coterie", *arguments],
-        stdout=theirs,
-        stderr=theirs,
-        stdin=subprocess.DEVNULL,
-        cwd=ROOT,
-        env=os.environ | {"COLUMNS": "80", "TERM": "xterm"},
-    )
-    os.close(theirs)
-    shown = b""
-    with process:
+class OnTerminal:
+    """A command as a person sees it. It is killed at the end, if it has not ended."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "coterie", *arguments],
+            stdout=theirs,
+            stderr=theirs,
+            stdin=subprocess.DEVNULL,
+            cwd=ROOT,
+            env=os.environ | {"COLUMNS": "80", "TERM": "xterm"},
+        )
+        os.close(theirs)
+        self.shown = ""
+
+    def __enter__(self) -> OnTerminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.read_until("nothing that it says")
+        self.process.wait(120)
+        os.close(self._ours)
+
+    def read_until(self, words: str) -> str:
+        """What it has said when it says the words, or at its end."""
         try:
-            while piece := os.read(ours, 65536):
-                shown += piece
+            while words not in self.shown and (piece := os.read(self._ours, 65536)):
+                self.shown += piece.decode(errors="replace")
         except OSError:
             # the last process has closed the terminal
             pass
-    os.close(ours)
-    return shown.decode(errors="replace")
+        return self.shown
 
 
 @pytest.fixture
@@ -157,13 +169,25 @@ def test_a_command_on_a_terminal_names_it_and_nowhere_else(
     if wanted is None:
         pytest.skip("this machine has no memory for a better model")
     asked = ["run", "--prompt", "Hi", "--max-tokens", "2"]
-    shown = on_a_terminal(*asked)
+    with OnTerminal(*asked) as terminal:
+        shown = terminal.read_until("nothing that it says")
     [line] = [line for line in shown.splitlines() if line.startswith("better: ")]
     assert f"coterie run {wanted.name}" in line and "Apache-2.0" in line
     assert len(hub.ranges()) == 1, "one byte was asked for"
     hub.asked.clear()
     assert main(asked) == 0
     assert hub.asked == [] and "better" not in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_server_on_a_terminal_names_it(hub: HubSite, default_here: None) -> None:
+    wanted = better.best_model(model_room())
+    if wanted is None:
+        pytest.skip("this machine has no memory for a better model")
+    with OnTerminal("serve", "--port", "0", "--threads", "1") as terminal:
+        shown = terminal.read_until("try it:")
+        shown = terminal.read_until(f"coterie serve {wanted.name}")
+    assert shown.count("better: ") == 1 and f"better: {wanted.name}" in shown
 
 
 def test_nothing_is_said_where_the_hub_cannot_be_reached(

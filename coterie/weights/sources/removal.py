@@ -59,11 +59,25 @@ def _remove_source(text: str, source: str) -> RemovedModel:
         raise Conflict(f"{text}: {len(found)} models are meant: {names}. Name one of them.")
     if found:
         return _remove_folder(found[0])
-    if source.startswith("hf:"):
-        part = staging_folder() / hub.parse(source.removeprefix("hf:")).folder
-        if part.is_dir():
-            return _remove_part(source, part)
-    raise _unknown(text)
+    kind, _, spec = source.partition(":")
+    unfinished = _parts_of_hub(spec) if kind == "hf" else _parts_of_wheel(spec)
+    if unfinished is None:
+        raise _unknown(text)
+    return _remove_parts(source, *unfinished)
+
+
+def _parts_of_hub(spec: str) -> tuple[list[Path], Path] | None:
+    """What has arrived, and the lock that a download of it holds."""
+    model = hub.parse(spec)
+    draft = staging_folder() / model.folder
+    lock = staging_folder() / f"{hub.repository(model).folder}.lock"
+    return ([draft], lock) if draft.is_dir() else None
+
+
+def _parts_of_wheel(spec: str) -> tuple[list[Path], Path] | None:
+    name, _ = pypi.parse(spec)
+    parts = list(staging_folder().glob(f"*-{name.replace('-', '_')}-*.whl.part"))
+    return (parts, staging_folder() / f"pypi-{name}.lock") if parts else None
 
 
 def _is_meant(wanted: str, source: str) -> bool:
@@ -93,11 +107,16 @@ def _remove_folder(model: CachedModel) -> RemovedModel:
     return RemovedModel(model.source, nbytes)
 
 
-def _remove_part(source: str, part: Path) -> RemovedModel:
-    repository = hub.repository(hub.parse(source[3:])).folder
-    with _free_lock(staging_folder() / f"{repository}.lock", source):
-        nbytes = folder_bytes(part)
-        shutil.rmtree(part)
+def _remove_parts(source: str, parts: list[Path], lock: Path) -> RemovedModel:
+    with _free_lock(lock, source):
+        nbytes = 0
+        for path in parts:
+            if path.is_dir():
+                nbytes += folder_bytes(path)
+                shutil.rmtree(path)
+            else:
+                nbytes += path.stat().st_size
+                path.unlink()
     return RemovedModel(f"{source} (unfinished)", nbytes)
 
 
