@@ -137,6 +137,21 @@ def test_a_broken_connection_is_continued(hub: HubSite) -> None:
     assert hub.ranges() == [None, "bytes=300000-", "bytes=700000-"]
 
 
+def test_files_of_two_commits_are_never_mixed(hub: HubSite, private_home: Path) -> None:
+    """A download breaks off behind the first file; then somebody publishes the model anew."""
+    names = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
+    hub.repos["org/Shards"] = HubRepo(dict.fromkeys(names, MODEL))
+    hub.cuts = [len(MODEL), *[1000] * 5]
+    with pytest.raises(WeightsError, match="what has arrived is kept"):
+        resolve("hf:org/Shards")
+    assert len(list(private_home.rglob(names[0]))) == 1
+    newer = MODEL[::-1]
+    hub.repos["org/Shards"] = HubRepo(dict.fromkeys(names, newer), commit="d" * 40)
+    folder = resolve("hf:org/Shards")
+    assert [(folder / name).read_bytes() == newer for name in names] == [True, True]
+    assert not list(private_home.rglob("*.part"))
+
+
 def _pull(spec: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "coterie", "pull", spec],

@@ -20,6 +20,7 @@ from coterie.weights.sources.names import close_names, find_named
 from coterie.weights.sources.source import (
     CachedModel,
     folder_bytes,
+    hub_drafts,
     list_cached,
     staging_folder,
 )
@@ -69,9 +70,9 @@ def _remove_source(text: str, source: str) -> RemovedModel:
 def _parts_of_hub(spec: str) -> tuple[list[Path], Path] | None:
     """What has arrived, and the lock that a download of it holds."""
     model = hub.parse(spec)
-    draft = staging_folder() / model.folder
+    drafts = hub_drafts(model)
     lock = staging_folder() / f"{hub.repository(model).folder}.lock"
-    return ([draft], lock) if draft.is_dir() else None
+    return (drafts, lock) if drafts else None
 
 
 def _parts_of_wheel(spec: str) -> tuple[list[Path], Path] | None:

@@ -36,6 +36,7 @@ __all__ = [
     "Progress",
     "find_here",
     "folder_bytes",
+    "hub_drafts",
     "list_cached",
     "pull",
     "resolve",
@@ -207,13 +208,23 @@ def _fetch_listing(listing: hub.HubListing, progress: Progress | None) -> Path:
     if _source_of(folder) == listing.model.source:
         # what the best choice is was not known before the hub was asked
         return _model_in(folder)
-    # parts of an interrupted fetch are kept here and continued
-    draft = staging_folder() / listing.model.folder
+    # parts of an interrupted fetch are kept here and continued; those of a commit that is not the
+    # newest any more would be mixed with it
+    draft = staging_folder() / f"{listing.model.folder}.{listing.commit[:12]}"
+    for old in hub_drafts(listing.model):
+        if old != draft:
+            shutil.rmtree(old)
     draft.mkdir(parents=True, exist_ok=True)
     _need_disk(listing.model.source, hub.missing_bytes(listing, draft))
     hub.fetch(listing, draft, progress)
     facts = {"source": listing.model.source, "commit": listing.commit}
     return _install(folder, facts, draft.rename)
+
+
+def hub_drafts(model: hub.HubModel) -> list[Path]:
+    """Folders with what has arrived of a model, one for each commit."""
+    found = staging_folder().glob(f"{glob.escape(model.folder)}.*")
+    return [path for path in found if re.fullmatch(r"\.[0-9a-f]{12}", path.suffix)]
 
 
 def _need_disk(source: str, nbytes: int) -> None:
