@@ -21,6 +21,7 @@ from tests.helpers.serving.sdk_clients import (
     write_lora,
 )
 from tests.helpers.serving.server_process import Served
+from tests.sdk.conftest import PageSite
 
 CHROMIUM = "/usr/bin/chromium"
 # what a browser or Deno may lack; names in comments do not count
@@ -63,12 +64,12 @@ def test_in_deno(environment: dict[str, str], package: Path) -> None:
     assert re.search(r"^Experts: \n.", printed, re.MULTILINE | re.DOTALL), printed
 
 
-def test_in_a_browser(server: Served, package: Path, tmp_path: Path) -> None:
+def test_in_a_browser(server: Served, package: Path, page_site: PageSite, tmp_path: Path) -> None:
+    """In a page of another site that the server lets call."""
     if shutil.which(CHROMIUM) is None:
         pytest.skip(f"{CHROMIUM} is not installed")
     client = package / "node_modules/@coterie/client/dist/browser.js"
-    page = tmp_path / "page.html"
-    page.write_text(
+    (page_site.folder / "page.html").write_text(
         f"""<script type="module">{client.read_text()}
         const asked = new ExpertClient({{ apiKey: "{CALLER}", baseUrl: "{server.url}" }});
         const stream = asked.inferStream({{ prompt: "x", regex: "q{{7}}" }});
@@ -78,11 +79,14 @@ def test_in_a_browser(server: Served, package: Path, tmp_path: Path) -> None:
         </script>"""
     )
     # a module's messages come on standard error; the browser runs until it is ended
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-web-security",
+    flags = ["--headless", "--no-sandbox", "--disable-gpu",
              "--disable-background-networking", "--no-first-run", "--enable-logging=stderr",
              f"--user-data-dir={tmp_path / 'profile'}"]  # fmt: skip
     browser = subprocess.Popen(
-        [CHROMIUM, *flags, page.as_uri()], stderr=subprocess.PIPE, text=True, errors="replace"
+        [CHROMIUM, *flags, f"{page_site.origin}/page.html"],
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
     )
     assert browser.stderr is not None
     watchdog = threading.Timer(60, browser.kill)
