@@ -199,6 +199,14 @@ def test_easy_questions_are_answered(num_seeds: int, default_server: Served) -> 
     assert wrong <= BEYOND_THE_MODEL, counts
 
 
+@pytest.mark.parametrize("name", ["smollm2", "smollm2:135m", "smollm2:latest", f"{NAME}:latest"])
+def test_the_model_is_found_by_its_short_name(name: str, default_server: Served) -> None:
+    """As Ollama's users write it; a server's own names have no tags."""
+    reply = default_server.post("/api/show", {"model": name})
+    assert reply.status == 200 and reply.json["details"]["format"] == "gguf"
+    assert default_server.post("/api/show", {"model": "qwen3:4b"}).status == 404
+
+
 def test_values_and_their_sources_are_told(default_server: Served) -> None:
     card = default_server.get(f"/v1/models/{NAME}").json
     advised = {"value": 0.0, "source": "recommended"}

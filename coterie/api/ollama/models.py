@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from coterie.api.dialect import ModelCard
 from coterie.core.errors import NotFound
 from coterie.models.text.fill import fill_marks
+from coterie.weights.sources.names import NamedModel, find_named, short_name
+from coterie.weights.sources.source import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from coterie.models.text.tokenizer import Tokenizer
@@ -31,13 +33,29 @@ def tagged(name: str) -> str:
 
 
 def known_name(pipeline: Pipeline, name: str, tenant: str) -> str:
-    """The name without Ollama's default tag, unless a model has the name with it."""
-    if name.endswith(TAG) and len(name) > len(TAG):
+    """The name by which a model is served: as it is, as this server offers a short name, or without
+    Ollama's default tag."""
+    bare = name.removesuffix(TAG) or name
+    for known in (name, *_served_as(pipeline, bare)):
         try:
-            pipeline.model(name, tenant)
+            pipeline.model(known, tenant)
         except NotFound:
-            return name.removesuffix(TAG)
-    return name
+            continue
+        return known
+    return bare
+
+
+def _served_as(pipeline: Pipeline, text: str) -> list[str]:
+    """The specialists that run the model of a short name; their own names have no `:`."""
+    named = find_named(text)
+    if named is None:
+        return []
+    served = pipeline.fleet.served.values()
+    return [each.name for each in served if _named_model(each.model) == named]
+
+
+def _named_model(model: str) -> NamedModel | None:
+    return find_named(model) or find_named(short_name(model or DEFAULT_MODEL))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +104,10 @@ def _listed_model(pipeline: Pipeline, card: ModelCard) -> OllamaModel:
 
 
 def _form(served: ServedSpecialist) -> str:
-    is_gguf = served.model.endswith(".gguf") or served.model.startswith("pypi:")
+    model = served.model
+    is_gguf = (
+        model.endswith(".gguf") or model.startswith("pypi:") or _named_model(model) is not None
+    )
     return "" if served.is_remote else "gguf" if is_gguf else "safetensors"
 
 
