@@ -107,9 +107,7 @@ class GrammarCheck:
         tokenizer, wanted = key
         question = msgspec.msgpack.encode(wanted)
         try:
-            # a process may end for another reason than the grammar
-            answer = await self._children.ask(question, tokenizer, answer_s=MAX_WALL_S, attempts=2)
-            return answer.decode()
+            return (await self._children.ask(question, tokenizer, answer_s=MAX_WALL_S)).decode()
         except ChildNotStarted as error:
             raise InternalError("the process that tries out grammars does not start") from error
         except (ChildDied, TimeoutError):
