@@ -243,9 +243,6 @@ def test_a_conversation_of_ten_turns(chat_server: Served, new_page: NewPage) -> 
     )
 
 
-# in two whole runs of `make test` the pattern by which the model says it was refused as too much
-# to compile; alone it never was, and why is not known
-@pytest.mark.full
 def test_hostile_text_stays_text(chat_server: Served, new_page: NewPage, axe: str) -> None:
     page = chat_page(new_page, chat_server, width=390, height=844, color_scheme="dark")
     page.get_by_label("Model or expert").select_option("plain")

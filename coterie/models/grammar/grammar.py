@@ -203,15 +203,24 @@ class _Words:
         """A fifth of this object's memory, for texts that few tokenizers have."""
         return {word: token for token, word in enumerate(self.tokens) if word}
 
+    @cached_property
+    def _lengths(self) -> dict[int, list[int]]:
+        """First byte -> the lengths of the words that begin with it, the longest first."""
+        found: dict[int, set[int]] = {}
+        for word in self._ids:
+            found.setdefault(word[0], set()).add(len(word))
+        return {byte: sorted(lengths, reverse=True) for byte, lengths in found.items()}
+
     def _longest_first(self, data: bytes) -> list[int]:
+        """Linear in the length of the text: it is asked for again with each of its tokens."""
         ids, start = [], 0
         while start < len(data):
-            ends = range(len(data), start, -1)
-            end = next((end for end in ends if data[start:end] in self._ids), None)
-            if end is None:
+            words = (data[start : start + size] for size in self._lengths.get(data[start], ()))
+            word = next((word for word in words if word in self._ids), None)
+            if word is None:
                 break
-            ids.append(self._ids[data[start:end]])
-            start = end
+            ids.append(self._ids[word])
+            start += len(word)
         return ids
 
 
